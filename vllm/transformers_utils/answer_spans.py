@@ -1,9 +1,9 @@
-"""Where the assistant's answers lie in a rendered conversation.
+"""Finds the assistant's answers in a rendered conversation.
 
 If the template marks them with ``{% generation %}``, the marks decide. Otherwise an answer begins
-behind what the template writes to ask for one (the generation prompt), and ends with what it writes
-at the end of a turn. Both are found in outlines: of the conversation, of its beginnings, and of a
-short conversation that shows how the template separates messages.
+behind the text that asks for one (the generation prompt), and ends with the text that ends a turn.
+Both are found in outlines of the conversation, of its beginnings, and of short conversations that
+show how the template separates messages.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import NamedTuple, Unpack
 
-from vllm.transformers_utils.chat_losses import check_kept
 from vllm.transformers_utils.chat_messages import ChatMessage, check_messages
 from vllm.transformers_utils.chat_outline import REASONING_TAGS, Outline
 from vllm.transformers_utils.chat_rendering import ChatOptions, Located, Rendering
+from vllm.transformers_utils.chat_template import check_kept
 from vllm.transformers_utils.chat_turns import Turns, read_turns
 from vllm.transformers_utils.tokenizer import TokenizerLike
 
@@ -42,10 +42,10 @@ def chat_answers(
     with_empty_reasoning: bool = True,
     **options: Unpack[ChatOptions],
 ) -> AnsweredText:
-    """Renders a conversation as ``chat_text`` does, and finds the answers.
+    """Render a conversation as ``chat_text`` does, and find the answers.
 
-    with_empty_reasoning: whether a reasoning block with nothing in it belongs to its answer.
-    ValueError: as of ``chat_text``, or it is not certain where an answer lies.
+    with_empty_reasoning: an empty reasoning block belongs to its answer.
+    ValueError: that of ``chat_text``, or the place of an answer is not certain.
     """
     rendering, checked = Rendering(tokenizer, **options), check_messages(messages)
     text, spans = rendering.render(checked, rendering.has_marks)
@@ -66,10 +66,10 @@ def chat_answers(
 
 
 class _Cut(NamedTuple):
-    """A place in what a template writes between two markers."""
+    """A place in a text that a template writes between two markers."""
 
     literal: int
-    """The number of the text between markers in the outline."""
+    """The number of that text in the outline."""
     offset: int
 
 
@@ -81,10 +81,10 @@ class _AnswerFinder:
         self._messages, self._pieces = located.marked
         self._outline = located.outline
         self._ends = [0, *(end for _, end in located.places)]
-        """Where the texts between the markers begin."""
+        """Places in which the texts between the markers begin."""
 
     def find(self) -> Iterator[Span]:
-        """ValueError: where one lies cannot be told."""
+        """Yield the answers. ValueError: the place of one cannot be told."""
         before: _Cut | None = None
         for index, message in enumerate(self._messages):
             if message["role"] != "assistant":
@@ -100,7 +100,7 @@ class _AnswerFinder:
             yield self._place(start), self._place(before)
 
     def find_empty_reasoning(self) -> Iterator[Span]:
-        """Reasoning blocks with nothing in them before the answers."""
+        """Yield the empty reasoning blocks before the answers."""
         for index, message in enumerate(self._messages):
             first = self._first(self._outline, index)
             if message["role"] == "assistant" and first is not None:
@@ -111,12 +111,12 @@ class _AnswerFinder:
         return self._ends[cut.literal] + cut.offset
 
     def _first(self, outline: Outline, index: int) -> int | None:
-        """The first marker of message ``index``; the text between markers before it, too."""
+        """Return the number of the first marker of message ``index`` and of the text before it."""
         found = (i for i, n in enumerate(outline.numbers) if self._pieces[n].message == index)
         return next(found, None)
 
     def _cut(self, index: int, before: _Cut | None) -> tuple[_Cut, _Cut] | None:
-        """Where the answer begins and ends. ``before``: where the answer before it ended."""
+        """Return the start and end of an answer. ``before``: the end of the answer before it."""
         through = self._outline_of(index + 1, False)
         first = self._first(self._outline, index)
         alone = None if through is None else self._first(through, index)
@@ -135,7 +135,7 @@ class _AnswerFinder:
         return _Cut(first, start), _Cut(last, end)
 
     def _start(self, index: int, first: int, before: _Cut | None) -> int | None:
-        """Where the answer begins in the text before its first marker."""
+        """Return where an answer begins in the text before its first marker."""
         between = self._outline.literals[first]
         if index == 0:
             return self._turns.start_behind(between, 0, is_first=True)
@@ -151,8 +151,7 @@ class _AnswerFinder:
         return self._turns.start(between, asked.literals[-1], plain.literals[-1])
 
     def _outline_of(self, num_messages: int, asks: bool) -> Outline | None:
-        ends = {"add_generation_prompt": asks, "continue_final_message": False}
-        return self._rendering.outline(self._messages[:num_messages], ends)
+        return self._rendering.outline(self._messages[:num_messages], asks)
 
     @cached_property
     def _turns(self) -> Turns:
@@ -160,7 +159,7 @@ class _AnswerFinder:
 
 
 def _without(text: str, spans: Sequence[Span], blocks: Sequence[Span]) -> Iterator[Span]:
-    """``spans`` without ``blocks`` and the white space before a block that begins a span."""
+    """Yield ``spans`` without ``blocks`` and without white space that only precedes a block."""
     for start, end in spans:
         for block_start, block_end in blocks:
             if block_end <= start or block_start >= end:

@@ -1,7 +1,7 @@
-"""What forms of a message a chat template reads, found by rendering markers.
+"""The forms of a message that a chat template reads, found by rendering markers.
 
 A template is a program, and its source tells little: content may be read by a filter, a macro, an
-alias or an index. Whether it reads a form shows in its output alone.
+alias or an index. Only the output shows whether a form is read.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ PROBE_TOOLS = [
         },
     }
 ]
-"""The tools of a probe for requests that have some."""
+"""Tools of probes for requests that have tools."""
 
 _MOST_ROLES = 32
-"""Clients may send any role; so many are remembered."""
+"""Number of roles whose forms are remembered. Clients may send any role."""
 _TEXT, _SECOND, _UNREAD = "probetextq", "probesecondq", "probeunreadq"
 _PART = {"type": "text", "text": _TEXT, "unread": _UNREAD}
 _NAME, _KEY, _VALUE = "probecallq", "probekeyq", "probevalueq"
@@ -52,7 +52,7 @@ _CALL = {  # the id is as Mistral's templates demand it
     "function": {"name": _NAME, "arguments": {_KEY: _VALUE}},
 }
 _RESULT = {"tool_call_id": _CALL["id"], "name": _NAME}
-"""What a message with the result of that call has besides."""
+"""Fields that tell which call a tool's message answers."""
 _ASK = {"role": "user", "content": "Hello."}
 _CALL_FORMS = tuple(
     CallForm(arguments, call, no_content)
@@ -62,12 +62,12 @@ _CALL_FORMS = tuple(
 
 
 class _Found(IntEnum):
-    """What became of a marker, from the worst to the best."""
+    """The result of a probe, from the worst to the best."""
 
     RAISED = 0
     LOST = 1
     UNTIDY = 2
-    """It is there, but as Python or JSON quotes it, or beside the word None."""
+    """The marker is there, but as Python or JSON quotes it, or beside the word None."""
     KEPT = 3
 
 
@@ -82,7 +82,7 @@ class _Context(NamedTuple):
 
 
 def _with_system(contexts: Iterable[_Context]) -> Iterator[_Context]:
-    """And once more behind a system message, which some templates demand."""
+    """Yield the contexts, then all of them behind a system message, which some templates demand."""
     tried = []
     for context in contexts:
         tried.append(context)
@@ -94,7 +94,7 @@ def _with_system(contexts: Iterable[_Context]) -> Iterator[_Context]:
 class TemplateForms:
     """The forms that one template reads.
 
-    content_form: for every role, where a user has said which.
+    content_form: the form for every role, if a user has stated one.
     """
 
     def __init__(self, render: Render, content_form: ContentForm | None = None) -> None:
@@ -103,9 +103,9 @@ class TemplateForms:
         self._by_role: dict[str, ContentForm | None] = {}
 
     def content_form(self, role: str) -> ContentForm | None:
-        """The form for messages of ``role``; with neither way their text is lost.
+        """Return the form for messages of ``role``. If nothing in it is true, their text is lost.
 
-        None: it cannot be told, since the template refuses every conversation that was tried.
+        None: the form is not known, since the template refused every probe.
         """
         if self._fixed is not None:
             return self._fixed
@@ -118,7 +118,7 @@ class TemplateForms:
 
     @cached_property
     def call_form(self) -> CallForm:
-        """The form for messages with tool calls. If none shows them, the most usual one."""
+        """The form for messages with tool calls, or the most usual one if none shows them."""
         best, form = _Found.RAISED, _CALL_FORMS[0]
         for tried in product(_CALL_FORMS, _with_system(self._call_contexts())):
             found = self._find_call(*tried)
@@ -141,7 +141,7 @@ class TemplateForms:
         return ContentForm(False, False) if has_rendered else None
 
     def _contexts(self, role: str) -> Iterator[_Context]:
-        """Messages before and after one of ``role``."""
+        """Yield messages that may stand before and after one of ``role``."""
         if role == "user":
             yield _Context([], [])
             return
@@ -168,7 +168,7 @@ class TemplateForms:
 
     def _call_message(self, form: CallForm) -> ChatMessage:
         content_form = self.content_form("assistant")
-        if content_form is None or not content_form.is_read:
+        if content_form is None or not any(content_form):
             content_form = ContentForm(True, False)
         message: ChatMessage = {"role": "assistant", "tool_calls": [_CALL]}
         return write_message(message, content_form, form)

@@ -13,18 +13,13 @@ _TEXT_KINDS = ("text", "input_text", "output_text")
 
 
 class ContentForm(NamedTuple):
-    """How a template reads the content of one role's messages."""
+    """The forms of content that a template reads in the messages of one role."""
 
     takes_text: bool
     takes_parts: bool
     """A list of ``{"type": "text", "text": ...}``."""
     takes_one_part: bool = False
-    """Of a list of several parts, all but the first would be lost."""
-
-    @property
-    def is_read(self) -> bool:
-        """Whether the template writes the text in any way."""
-        return self.takes_text or self.takes_parts or self.takes_one_part
+    """A list of one such part. A longer list may lose all parts but the first."""
 
 
 Arguments = Literal["object", "text"]
@@ -33,22 +28,21 @@ NoContent = Literal["absent", "empty", "null"]
 
 
 class CallForm(NamedTuple):
-    """How a template reads messages with tool calls."""
+    """The form in which a template reads messages with tool calls."""
 
     arguments: Arguments = "object"
     call: CallShape = "nested"
     """``{"function": {"name": ..., "arguments": ...}}``, or the inner object by itself."""
     no_content: NoContent = "absent"
-    """What stands for the content of a message that has calls and no text."""
+    """The content of a message that has calls and no text."""
 
 
 def check_messages(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
     """Copies of the messages in one form, whatever a client wrote.
 
-    Content is a text, a list of at least one text part, or absent; calls are absent or at least
-    one. Other
-    fields are kept unless they are None, which transformers drops too. ValueError names the
-    message.
+    Content is a text, a list of at least one text part, or absent. Calls are absent or at least
+    one. Other fields are kept unless they are None, which transformers drops, too. ValueError
+    names the message.
     """
     if not isinstance(messages, list | tuple) or not messages:
         raise ValueError(f"messages={messages!r}: has to be a list of at least one message")
@@ -124,7 +118,7 @@ def _check_calls(calls: object) -> list[dict[str, Any]]:
 
 
 def _check_call(call: object) -> dict[str, Any]:
-    """ValueError also for arguments that are text, but not of JSON."""
+    """Check one call. ValueError also for arguments that are a text, but not JSON."""
     if not isinstance(call, Mapping) or not isinstance(call.get("function"), Mapping):
         raise ValueError(f'tool call {_brief(call)}: has to be a dict with a "function"')
     arguments = call["function"].get("arguments")
@@ -153,6 +147,6 @@ def _write_call(call: Mapping[str, Any], form: CallForm) -> dict[str, Any]:
 
 
 def _brief(value: object, length: int = 200) -> str:
-    """A value as an error shows it: a client's image is not echoed whole."""
+    """Return a value as an error shows it: a client's image is not echoed whole."""
     shown = repr(value)
     return shown if len(shown) <= length else f"{shown[:length]}... ({len(shown)} characters)"

@@ -1,9 +1,9 @@
-"""Conversations with markers in place of texts, and what a template makes of them.
+"""Conversations with markers in place of texts, and their renderings: outlines.
 
-A template writes a conversation of markers as it writes the conversation itself, except where it
-looks into the texts. So the rendering of the markers shows what the template leaves out, and where
-each text lies among what the template itself writes: the outline. Conversations of one shape have
-one outline. It is certain where a rendering is the outline with the texts filled in.
+A template writes a conversation of markers as it writes the conversation itself, unless it looks
+into the texts. So the outline shows what the template leaves out, and the place of each text in
+what the template itself writes. Conversations of one shape have one outline. The places are certain
+if a rendering is the outline with the texts filled in.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ REASONING_TAGS = (
     ("[THINK]", "[/THINK]"),
     ("<|START_THINKING|>", "<|END_THINKING|>"),
 )
-"""What opens and closes a reasoning block."""
+"""Tags that open and close a reasoning block."""
 _CLOSES_REASONING = (*(closes for _, closes in REASONING_TAGS), "[BEGIN FINAL RESPONSE]")
 _REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 _MOST_PIECES = 1_000_000
@@ -39,7 +39,7 @@ _TAGS = frozenset(tag for pair in REASONING_TAGS for tag in pair)
 
 
 class Piece(NamedTuple):
-    """Something that a message says."""
+    """One thing that a message says."""
 
     message: int
     kind: PieceKind
@@ -53,12 +53,12 @@ class Outline(NamedTuple):
     """A rendering of markers."""
 
     literals: tuple[str, ...]
-    """What the template writes before, between and behind the markers."""
+    """Texts that the template writes before, between and behind the markers."""
     numbers: tuple[int, ...]
     """The piece that each marker stands for."""
 
     def places(self, text: str, pieces: list[Piece]) -> list[tuple[int, int]] | None:
-        """[start, end) of each marker's piece in ``text``. None: ``text`` is something else."""
+        """Return [start, end) of each piece in ``text``. None: ``text`` has another outline."""
         if not text.startswith(self.literals[0]):
             return None
         end, places = len(self.literals[0]), []
@@ -77,7 +77,7 @@ class Outline(NamedTuple):
         return places if end == len(text) else None
 
     def has_anything_in_place(self, text: str) -> bool | None:
-        """Whether ``text`` has something in place of the markers. None: the rest differs, too."""
+        """Return whether ``text`` has a text in place of the markers. None: the rest differs."""
         first, last = self.literals[0], self.literals[-1]
         if not text.startswith(first) or not text.endswith(last):
             return None
@@ -85,7 +85,7 @@ class Outline(NamedTuple):
 
 
 class Marked(NamedTuple):
-    """A conversation of markers, and what they stand for."""
+    """A conversation of markers, and the pieces that they stand for."""
 
     messages: list[ChatMessage]
     pieces: list[Piece]
@@ -94,7 +94,7 @@ class Marked(NamedTuple):
 def mark_messages(
     messages: list[ChatMessage], watched: Collection[str], only: int | None = None
 ) -> Marked:
-    """Messages of ``check_messages`` with markers, all or ``only`` one.
+    """Put markers into messages of ``check_messages``, into all or into ``only`` one.
 
     watched: texts that the template looks for. They stay, so that it finds them again.
     """
@@ -107,7 +107,7 @@ def mark_messages(
 
 
 def read_outline(rendered: str) -> Outline:
-    """The outline that a rendering of markers shows."""
+    """Return the outline that a rendering of markers shows."""
     literals, numbers, end = [], [], 0
     for match in _MARKER.finditer(rendered):
         literals.append(rendered[end : match.start()])
@@ -168,12 +168,12 @@ class _Marking:
         return "".join(segments)
 
     def _split(self, text: str) -> list[str]:
-        """Every second one is a watched text."""
+        """Split at watched texts, which are every second element of the result."""
         found = [re.escape(one) for one in self._watched if one in text]
         return re.split(f"({'|'.join(found)})", text) if found else [text]
 
     def _ends_in(self, text: str) -> bool:
-        """Whether there is something behind the last watched text."""
+        """Return whether there is something behind the last watched text."""
         return bool(self._split(text)[-1].strip())
 
     def _marker(self, text: str, position: int, kind: PieceKind, index: int) -> str:
@@ -212,7 +212,7 @@ class _Marking:
 
 
 def _spellings(text: str) -> Iterator[str]:
-    """A text, and what it is inside of a text of JSON or of Python."""
+    """Yield a text, and its forms inside of JSON and Python strings."""
     yield text
     for encoded in (json.dumps(text, ensure_ascii=False), json.dumps(text)):
         yield encoded[1:-1]

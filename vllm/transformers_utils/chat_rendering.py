@@ -1,9 +1,8 @@
-"""One conversation's way through a chat template."""
+"""Renders conversations with a chat template, and finds their texts in the result."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from contextlib import nullcontext
 from functools import cached_property, lru_cache
 from threading import Lock
@@ -25,7 +24,7 @@ from vllm.transformers_utils.chat_outline import Marked, Outline, mark_messages,
 from vllm.transformers_utils.tokenizer import TokenizerLike
 
 ContentFormat = Literal["auto", "string", "openai"]
-"""How templates get content: as one string, as a list of parts, or as they read it."""
+"""The form of content for templates: one string, a list of parts, or the form that they read."""
 
 _RESERVED_VARIABLES = frozenset(
     {
@@ -42,12 +41,12 @@ _RESERVED_VARIABLES = frozenset(
         "tools",
     }
 )
-"""Names that ``chat_template_kwargs`` cannot set: the request's own fields do."""
+"""Names that ``chat_template_kwargs`` cannot set, since fields of the request set them."""
 _FIXED_FORMS = {"string": ContentForm(True, False), "openai": ContentForm(False, True)}
 _MOST_OUTLINES = 512
 _MOST_KNOWN = 64
 _LONGEST_WATCHED = 40
-"""Longer texts in a template are what it writes, not what it looks for."""
+"""Longer texts in a template are written, not looked for."""
 
 
 class ChatOptions(TypedDict, total=False):
@@ -62,7 +61,7 @@ class ChatOptions(TypedDict, total=False):
 
 
 def check_content_format(value: str) -> None:
-    """ValueError: there is no such :data:`ContentFormat`."""
+    """Raise ValueError if there is no such :data:`ContentFormat`."""
     if value not in get_args(ContentFormat):
         raise ValueError(
             f"chat_template_content_format={value!r}: use {', '.join(get_args(ContentFormat))}"
@@ -74,11 +73,11 @@ class Rendered(NamedTuple):
 
     text: str
     marks: tuple[tuple[int, int], ...]
-    """[start, end) in characters of what lies inside ``{% generation %}``."""
+    """[start, end) in characters of the text inside ``{% generation %}`` blocks."""
 
 
 class Located(NamedTuple):
-    """Where the texts of a conversation lie in its rendering."""
+    """The places of a conversation's texts in its rendering."""
 
     marked: Marked
     outline: Outline
@@ -86,22 +85,21 @@ class Located(NamedTuple):
     """[start, end) in characters for each marker of the outline."""
 
 
-class _Known:
-    """What is known of one template of one tokenizer."""
+class _Known(NamedTuple):
+    """Results of probes of one template of one tokenizer."""
 
-    def __init__(self, forms: TemplateForms) -> None:
-        self.forms = forms
-        self.outlines: dict[str, Outline | None] = {}
-        """By everything that they depend on. None: the template refuses the markers."""
+    forms: TemplateForms
+    outlines: dict[str, Outline | None]
+    """Outlines by all that they depend on. None: the template refuses the markers."""
 
 
 _known: WeakKeyDictionary[Any, dict[tuple[str, ...], _Known]] = WeakKeyDictionary()
 _marks_lock = Lock()
-"""transformers notes the marks of a rendering in an object that all renderings share."""
+"""transformers collects the marks of a rendering in an object that all renderings share."""
 
 
 class _GenerationBlock(Extension):
-    """Reads ``{% generation %}`` blocks, as scopes: Jinja itself makes none."""
+    """Parses ``{% generation %}`` blocks as scopes. Jinja itself makes no scopes."""
 
     tags = {"generation"}  # noqa: RUF012  as Jinja declares it
 
@@ -112,11 +110,11 @@ class _GenerationBlock(Extension):
 
 
 class _Source(NamedTuple):
-    """What the source of a template says."""
+    """Facts from the source of a template."""
 
     marks_answers: bool
     watched: frozenset[str]
-    """Texts that it compares with, splits at, removes, ...: tags and the like, not words."""
+    """Texts that it compares with, splits at or removes: tags and the like, not words."""
 
 
 @lru_cache(maxsize=64)
@@ -141,7 +139,7 @@ def _read_source(template: str) -> _Source:
 
 
 def marks_answers(template: str) -> bool:
-    """Whether a template has ``{% generation %}`` blocks, however they are spelt."""
+    """Return whether a template has ``{% generation %}`` blocks, however they are spelt."""
     return _read_source(template).marks_answers
 
 
@@ -177,17 +175,15 @@ class Rendering:
         self._content_format = content_format
         self._tools = tools or None
         self._variables = variables
-        self.ends = {
-            "add_generation_prompt": add_generation_prompt,
-            "continue_final_message": continue_final_message,
-        }
+        self._asks = add_generation_prompt
+        self._continues = continue_final_message
         self._own_template = chat_template
         self._renders_itself = _renders_itself(tokenizer)
         self._template = self._choose_template(chat_template)
 
     @property
     def has_marks(self) -> bool:
-        """Whether the template says what the assistant wrote."""
+        """True if the template marks the assistant's answers."""
         return not self._renders_itself and marks_answers(self._template)
 
     @property
@@ -200,59 +196,56 @@ class Rendering:
         """The forms of a message that the template reads."""
         if self._known.forms.content_form("user") is not None:
             return self._known.forms
-        # It may need what this request has beside its messages.
+        # The template may need the tools and variables of this request.
         return self._known_with(self._tools, self._variables).forms
 
     def render(self, messages: list[ChatMessage], marks: bool = False) -> Rendered:
-        """Renders messages of ``check_messages``. ValueError: the template refuses them."""
+        """Render messages of ``check_messages``. ValueError: the template refuses them."""
         try:
-            return self._apply(messages, self.ends, marks)
+            return self._apply(messages, self._asks, self._continues, marks)
         except Exception as error:  # a template is a program: on odd messages it may raise anything
             kind = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
             raise ValueError(f"the chat template refused the messages: {kind}{error}") from error
 
     def mark(self, messages: list[ChatMessage], only: int | None = None) -> Marked:
-        """Puts markers in place of the texts of all messages, or of ``only`` one."""
+        """Put markers in place of the texts of all messages, or of ``only`` one."""
         watched = () if self._renders_itself else _read_source(self._template).watched
         return mark_messages(messages, watched, only)
 
     def locate(self, marked: Marked, text: str) -> Located | None:
-        """Finds what was marked in ``text``, the rendering of the same messages without marks.
+        """Find the marked texts in ``text``, the rendering of the same messages without markers.
 
-        None: it is not certain, since the template writes the texts, or because of them, otherwise.
+        None: the places are not certain, since the template treats the texts and the markers
+        differently.
         """
-        outline = self.outline(marked.messages, self.ends)
-        places = None if outline is None else outline.places(text, marked.pieces)
-        if outline is not None and places is None:
-            fresh = self._make_outline(marked.messages, self.ends)
-            if fresh is not None and fresh != outline:  # it has a date, and that was yesterday's
-                self._known.outlines.clear()
-                outline, places = fresh, fresh.places(text, marked.pieces)
-        if outline is None or places is None:
-            return None
-        return Located(marked, outline, places)
+        for _ in range(2):
+            outline = self.outline(marked.messages)
+            places = None if outline is None else outline.places(text, marked.pieces)
+            if outline is None or places is not None:
+                break
+            self._known.outlines.clear()  # it may have a date that is over
+        return Located(marked, outline, places) if outline and places is not None else None
 
-    def outline(self, messages: list[ChatMessage], ends: Mapping[str, bool]) -> Outline | None:
-        """The outline of marked messages. None: the template refuses them."""
+    def outline(self, messages: list[ChatMessage], asks: bool | None = None) -> Outline | None:
+        """Return the outline of marked messages. None: the template refuses them.
+
+        asks: ``add_generation_prompt`` for the start of a conversation. None: as in the request.
+        """
+        ends = (self._asks, self._continues) if asks is None else (asks, False)
         outlines = self._known.outlines
         key = f"{messages}{ends}{self._beside}"
         if key not in outlines:
             if len(outlines) >= _MOST_OUTLINES:
                 outlines.clear()
-            outlines[key] = self._make_outline(messages, ends)
+            try:
+                outlines[key] = read_outline(self._apply(messages, *ends).text)
+            except Exception:  # a template may raise anything
+                outlines[key] = None
         return outlines[key]
-
-    def _make_outline(
-        self, messages: list[ChatMessage], ends: Mapping[str, bool]
-    ) -> Outline | None:
-        try:
-            return read_outline(self._apply(messages, ends).text)
-        except Exception:  # a template may raise anything
-            return None
 
     @cached_property
     def _beside(self) -> str:
-        """What a rendering depends on beside its messages."""
+        """All that a rendering depends on beside its messages."""
         return repr((self._tools, self._variables))
 
     @cached_property
@@ -269,18 +262,18 @@ class Rendering:
 
             def probe(messages: list[ChatMessage]) -> str:
                 ends = {"add_generation_prompt": False}
-                return self._apply_written(messages, tools, variables, False, ends).text
+                return self._apply_written(messages, tools, variables, False, **ends).text
 
-            known[key] = _Known(TemplateForms(probe, fixed))
+            known[key] = _Known(TemplateForms(probe, fixed), {})
         return known[key]
 
     def _apply(
-        self, messages: list[ChatMessage], ends: Mapping[str, bool], marks: bool = False
+        self, messages: list[ChatMessage], asks: bool, continues: bool, marks: bool = False
     ) -> Rendered:
-        """Whatever a template raises."""
-        forms = self.forms
-        written = [_write(message, forms) for message in messages]
-        return self._apply_written(written, self._tools, self._variables, marks, ends)
+        """Render messages in the forms of the template. It may raise anything."""
+        written = [_write(message, self.forms) for message in messages]
+        ends = {"add_generation_prompt": asks, "continue_final_message": continues}
+        return self._apply_written(written, self._tools, self._variables, marks, **ends)
 
     def _apply_written(
         self,
@@ -288,7 +281,7 @@ class Rendering:
         tools: Any,
         variables: dict[str, Any],
         marks: bool,
-        ends: Mapping[str, bool],
+        **ends: bool,
     ) -> Rendered:
         if self._renders_itself:
             template = self._own_template
@@ -298,8 +291,8 @@ class Rendering:
             return Rendered(text, ())
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        # What apply_chat_template of transformers' tokenizers does, but for content that is None:
-        # some templates ask for it, and it would be left out.
+        # apply_chat_template of transformers' tokenizers does the same, but leaves out content that
+        # is None, which some templates look for.
         with _marks_lock if self.has_marks else nullcontext():
             (text,), spans = render_jinja_template(
                 conversations=[messages],
@@ -312,23 +305,23 @@ class Rendering:
         return Rendered(text, tuple(map(tuple, spans[0])) if marks else ())
 
     def _choose_template(self, chat_template: str | None) -> Any:
-        """The template's text: a tokenizer may have several, by name and for those with tools."""
+        """Return the template's text. A tokenizer may have several, by name and for tools."""
         if self._renders_itself:
             return chat_template or self._tokenizer.chat_template
         return self._tokenizer.get_chat_template(chat_template, self._tools)
 
 
 def _write(message: ChatMessage, forms: TemplateForms) -> ChatMessage:
-    """Writes in the forms of the template; a role whose form cannot be told gets a text."""
+    """Write a message in the forms of the template. If the form is not known, content is a text."""
     form = forms.content_form(message["role"])
-    if form is None or not form.is_read:
+    if form is None or not any(form):
         form = ContentForm(True, False)
     call_form = forms.call_form if "tool_calls" in message else CallForm()
     return write_message(message, form, call_form)
 
 
 def _renders_itself(tokenizer: Any) -> bool:
-    """Whether a tokenizer has a way of its own of rendering conversations."""
+    """Return whether a tokenizer renders conversations with its own code."""
     from transformers import PreTrainedTokenizerBase
 
     own: object = type(tokenizer).apply_chat_template

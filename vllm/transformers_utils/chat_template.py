@@ -1,4 +1,4 @@
-"""Conversations -> prompts, through the model's chat template."""
+"""Turns conversations into prompts with the model's chat template."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from collections.abc import Mapping, Sequence
 from typing import Unpack, cast
 
 from vllm.inputs import TokensPrompt
-from vllm.transformers_utils.chat_losses import check_kept
-from vllm.transformers_utils.chat_messages import ChatMessage, check_messages
+from vllm.transformers_utils.chat_messages import ChatMessage, check_messages, content_text
+from vllm.transformers_utils.chat_outline import Outline, Piece
 from vllm.transformers_utils.chat_rendering import (
     ChatOptions,
     ContentFormat,
+    Located,
     Rendering,
     check_content_format,
 )
@@ -19,7 +20,7 @@ from vllm.transformers_utils.tokenizer import TokenizerLike
 
 
 def load_chat_template(value: str | None) -> str | None:
-    """A template from what a user gave: a file, or the text itself. ValueError: it is neither."""
+    """Return the template that a user gave as a file or as text. ValueError: it is neither."""
     if value is None:
         return None
     if os.path.isfile(value):
@@ -28,7 +29,7 @@ def load_chat_template(value: str | None) -> str | None:
     if "{" in value:
         return value
     raise ValueError(
-        f"chat_template={value!r}: there is no such file, and it is no template either "
+        f"chat_template={value!r}: there is no such file, and it is not a template either "
         "(a Jinja template holds '{{' or '{%')"
     )
 
@@ -36,7 +37,7 @@ def load_chat_template(value: str | None) -> str | None:
 def as_conversations(
     messages: Sequence[ChatMessage] | Sequence[Sequence[ChatMessage]],
 ) -> list[list[ChatMessage]]:
-    """One conversation or several -> several."""
+    """Return a list of conversations from one conversation or several."""
     if not isinstance(messages, list | tuple) or not messages:
         raise ValueError(f"messages={messages!r}: has to be a list of at least one message")
     if isinstance(messages[0], Mapping):
@@ -47,7 +48,7 @@ def as_conversations(
 def chat_text(
     tokenizer: TokenizerLike, messages: Sequence[ChatMessage], **options: Unpack[ChatOptions]
 ) -> str:
-    """The text of one conversation, with the special tokens that the template writes.
+    """Return the text of one conversation, with the special tokens that the template writes.
 
     Messages reach the template in the forms that it reads (docs/extraction.md). ValueError: it
     cannot render the messages, or would leave out what one of them says.
@@ -61,13 +62,80 @@ def chat_text(
 def render_chat(
     tokenizer: TokenizerLike, messages: Sequence[ChatMessage], **options: Unpack[ChatOptions]
 ) -> TokensPrompt:
-    """The prompt of one conversation: token ids, and the :func:`chat_text` they come from.
+    """Return the prompt of one conversation: its :func:`chat_text` and the token ids of that.
 
     The template writes the special tokens, so none are added.
     """
     text = chat_text(tokenizer, messages, **options)
     token_ids = tokenizer.encode(text, add_special_tokens=False, verbose=False)
     return {"prompt_token_ids": token_ids, "prompt": text}
+
+
+def check_kept(rendering: Rendering, messages: list[ChatMessage], text: str) -> Located | None:
+    """Check that ``text``, a rendering of ``messages``, has all that they say.
+
+    Returns the places of their texts, or None if they are not certain. ValueError names the
+    message and what is left out. Reasoning may be left out, since templates mean to do so.
+    """
+    marked = rendering.mark(messages)
+    located = rendering.locate(marked, text)
+    written = set() if located is None else set(located.outline.numbers)
+    doubtful = {
+        piece.message
+        for number, piece in enumerate(marked.pieces)
+        if piece.kind != "aside" and piece.text and number not in written
+    }
+    for position in sorted(doubtful):
+        _check_message(rendering, messages, position, text)
+    return located
+
+
+def _check_message(
+    rendering: Rendering, messages: list[ChatMessage], position: int, text: str
+) -> None:
+    """Render markers in one message alone, and check that they come out."""
+    marked = rendering.mark(messages, position)
+    outline = rendering.outline(marked.messages)
+    for number, piece in enumerate(marked.pieces):
+        if piece.kind == "aside" or not piece.text:
+            continue
+        if not _is_kept(number, marked.pieces, outline, text):
+            lost = _describe(rendering, messages[position], piece)
+            raise ValueError(
+                f"message {position}: the chat template leaves out {lost}, or give a template that "
+                "writes it (chat_template=, --chat-template)"
+            )
+
+
+def _is_kept(number: int, pieces: list[Piece], outline: Outline | None, text: str) -> bool:
+    said = pieces[number].text
+    if outline is None:  # the template refuses the marker: only the text itself can be looked for
+        return said in text
+    if number in outline.numbers and outline.has_anything_in_place(text):
+        return True
+    others = (pieces[n].text for n in {*outline.numbers} - {number} if pieces[n].kind != "aside")
+    elsewhere = (*outline.literals, *others)
+    return text.count(said) > sum(one.count(said) for one in elsewhere)
+
+
+def _describe(rendering: Rendering, message: ChatMessage, piece: Piece) -> str:
+    """Return what is left out, and what would work."""
+    role, calls = message["role"], message.get("tool_calls", ())
+    if piece.kind == "call":
+        if piece.part:
+            return f"tool call {piece.part + 1} of {len(calls)}: give each call a message"
+        if content_text(message).strip():
+            return "tool calls beside a text: leave the text out"
+        return "tool calls: write them into the text"
+    if calls:
+        return "a text beside tool calls: leave the text out"
+    form = rendering.forms.content_form(role)
+    if form is not None and not any(form):
+        return f"the text of messages of role {role!r}: use a role that it knows"
+    return (
+        f"the text of this message of role {role!r} where it stands: move it (some templates take "
+        "a system message only first, and before a question)"
+    )
 
 
 __all__ = [
@@ -77,6 +145,7 @@ __all__ = [
     "as_conversations",
     "chat_text",
     "check_content_format",
+    "check_kept",
     "check_messages",
     "load_chat_template",
     "render_chat",

@@ -1,4 +1,4 @@
-"""How a chat template separates the turns of a conversation."""
+"""Finds out how a chat template separates the turns of a conversation."""
 
 from __future__ import annotations
 
@@ -19,27 +19,26 @@ _ROLES = {"s": "system", "u": "user", "a": "assistant"}
 
 
 class Turns(NamedTuple):
-    """What a template writes between messages."""
+    """Texts that a template writes between messages."""
 
     asks: bool
-    """Whether ``add_generation_prompt`` makes a difference."""
+    """True if ``add_generation_prompt`` makes a difference."""
     openings: tuple[str, ...] | None
-    """What an answer begins behind: with all that opens its reasoning, if the whole has it, or
-    without. None: it is not known."""
+    """Texts behind which an answer begins, with a tag that opens its reasoning and without. None:
+    they are not known."""
     user_end: str | None
-    """What ends a message of the user."""
+    """The end of a message of the user."""
     closing: str
-    """What ends an answer that has no end where it is the last message."""
+    """The end of an answer that has no end if it is the last message."""
 
     def start(self, between: str, asked: str, plain: str) -> int | None:
-        """Where an answer begins in ``between``, the text from the message before it to its own.
+        """Return where an answer begins in ``between``, the text between the message before and it.
 
         asked, plain: the text behind that message if it is the last, with and without the prompt.
-        None: it is not certain.
+        None: the place is not certain.
         """
         if asked != plain or any(opening in asked for opening in self.openings or ()):
-            # A prompt may open or skip reasoning, which the whole leaves out or has where it is
-            # empty.
+            # A prompt may open or skip reasoning. The whole leaves it out, or has an empty block.
             for opened in (asked, _OPEN_REASONING.sub("", asked)):
                 if opened and between.startswith(opened):
                     return len(opened)
@@ -50,7 +49,7 @@ class Turns(NamedTuple):
         return len(asked) if start is None and self.asks else start
 
     def start_behind(self, between: str, end: int, is_first: bool = False) -> int | None:
-        """The same without a prompt. ``end``: where the message before ended in ``between``."""
+        """Return the same without a prompt. ``end``: the end of the message before."""
         left = between[end:]
         for opening in self.openings or ():
             if left.count(opening) == 1:
@@ -59,9 +58,9 @@ class Turns(NamedTuple):
         return end if is_bare and not is_first else None
 
     def end(self, rest: str, final: str, is_last: bool) -> int | None:
-        """Where an answer ends in ``rest``, the text behind it. None: it is not certain.
+        """Return where an answer ends in ``rest``, the text behind it. None: it is not certain.
 
-        final: the text behind the same answer as the last message.
+        final: the text behind the same answer if it is the last message.
         """
         if not self.asks:
             always = (one for one in self.openings or () if final.endswith(one))
@@ -81,7 +80,7 @@ class Turns(NamedTuple):
 
 
 def read_turns(rendering: Rendering) -> Turns:
-    """Reads them from the outlines of short conversations."""
+    """Read the turns of a template from the outlines of short conversations."""
     asked, plain = _outline(rendering, "u", True), _outline(rendering, "u", False)
     if asked is None or plain is None:
         return Turns(True, None, None, "")
@@ -97,7 +96,7 @@ def read_turns(rendering: Rendering) -> Turns:
 def _without_prompt(
     rendering: Rendering, asked: Outline, before: str
 ) -> tuple[tuple[str, ...] | None, str | None]:
-    """The openings and the end of a user's message, if a prompt is always or never written."""
+    """Return openings and user_end of a template that writes a prompt always or never."""
     rest = asked.literals[-1]
     is_bare = before.startswith(rest) and not before[len(rest) :].strip()
     users = _outline(rendering, "uu", False)
@@ -107,7 +106,7 @@ def _without_prompt(
     if between.startswith(rest):  # never
         return () if is_bare else _openings(before, before, rest), rest
     same = _same_start(between, rest)
-    # What begins the text begins a message, it does not end one.
+    # A text that begins the conversation begins a message and does not end one.
     begins = asked.literals[0].removeprefix(rendering.first_token)
     starts = (i for i in range(len(same)) if begins.startswith(same[i:]))
     user_end = same[: next(starts, len(same))]
@@ -115,7 +114,7 @@ def _without_prompt(
 
 
 def _openings(prompt: str, before: str, user_end: str) -> tuple[str, ...] | None:
-    """What ``prompt`` writes behind a user's message, and the text before an answer may, too."""
+    """Return what ``prompt`` has behind a user's message, whole and as far as ``before`` has it."""
     same = _same_start(prompt, before)
     if not same.startswith(user_end):
         return None
@@ -125,7 +124,7 @@ def _openings(prompt: str, before: str, user_end: str) -> tuple[str, ...] | None
 
 
 def _closing(between: str, begins: str) -> str:
-    """What ends an answer in ``between``, the text from it to a question that ``begins`` so."""
+    """Return the end of an answer in ``between``, the text before a question that ``begins`` so."""
     same = _common_prefix(between[::-1], begins[::-1])[::-1]
     if same not in (between, begins):
         same = _END_OF_TAG.sub("", same)
@@ -136,7 +135,7 @@ def _closing(between: str, begins: str) -> str:
 
 
 def _same_start(first: str, second: str) -> str:
-    """What both begin with, up to a whole tag."""
+    """Return the start that both texts share, up to a whole tag."""
     same = _common_prefix(first, second)
     return same if same in (first, second) else _START_OF_TAG.sub("", same)
 
@@ -147,11 +146,10 @@ def _common_prefix(first: str, second: str) -> str:
 
 
 def _outline(rendering: Rendering, roles: str, asks: bool) -> Outline | None:
-    """The outline of a conversation of these roles, behind a system message where it has to be."""
-    ends = {"add_generation_prompt": asks, "continue_final_message": False}
+    """Return the outline of a conversation of these roles, with a system message if need be."""
     for tried in (roles, "s" + roles):
         messages = [{"role": _ROLES[role], "content": "A text."} for role in tried]
-        outline = rendering.outline(rendering.mark(messages).messages, ends)
+        outline = rendering.outline(rendering.mark(messages).messages, asks)
         if outline is not None and outline.numbers == tuple(range(len(tried))):
             return outline
     return None

@@ -1,4 +1,4 @@
-"""Files that describe a checkpoint, from a local folder or the Hugging Face hub."""
+"""Reads the files that describe a checkpoint, from a local folder or the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ HfOverrides = Mapping[str, Any] | Callable[["PretrainedConfig"], "PretrainedConf
 
 _SAFETENSORS_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _BUILT_LIKE = {"kimi_k2": "deepseek_v3"}
-"""Model types that transformers knows only by code in the checkpoint -> one with the same config
-and the same class."""
+"""Model types that transformers loads only with the checkpoint's code -> a type that has the same
+config and the same class."""
 _NAMES_OF_KERNELS = {"xlstm": {"chunkwise_kernel", "sequence_kernel", "step_kernel"}}
-"""Model types -> entries that say which code computes, not what; transformers takes its own."""
+"""Model types -> entries that choose kernels, not values. transformers chooses its own kernels."""
 _IN_ROPE_PARAMETERS = ("rope_theta", "partial_rotary_factor")
 _ROPE_NAMES = ("rope_parameters", "rope_scaling", *_IN_ROPE_PARAMETERS)
 """Entries of config.json that transformers reads into ``rope_parameters``."""
@@ -51,9 +51,9 @@ def load_hf_config(
     hf_token: bool | str | None = None,
     hf_overrides: HfOverrides | None = None,
 ) -> PretrainedConfig:
-    """The transformers config of ``model``, a folder or a hub id, with the overrides applied.
+    """Return the transformers config of ``model``, a folder or hub id, with overrides applied.
 
-    Raises ValueError that names the model and what is wrong with it.
+    ValueError names the model and its fault.
     """
     _check_folder(model)
     from transformers import AutoConfig
@@ -88,7 +88,7 @@ def load_hf_config(
 
 
 def _explain_unknown_entry(content: Mapping[str, Any], error: KeyError) -> str:
-    """Which entries hold what transformers does not know: a letter of a pattern of layers, say."""
+    """Name the entries with a value that transformers does not know, such as a kind of layer."""
     entry = error.args[0]
     fields = [
         f"{name}={value!r}"
@@ -100,7 +100,7 @@ def _explain_unknown_entry(content: Mapping[str, Any], error: KeyError) -> str:
 
 
 def _entries_looked_at(content: Mapping[str, Any], error: Exception) -> str:
-    """Entries of config.json that were read where transformers refused it without a name."""
+    """Name the entries of config.json that transformers read in the code that refused it."""
     frame = error.__traceback__
     names: set[str] = set()
     while frame is not None:
@@ -116,7 +116,7 @@ def _entries_looked_at(content: Mapping[str, Any], error: Exception) -> str:
 
 
 def _check_folder(model: str) -> None:
-    """Raise ValueError for a path that is no checkpoint folder; hub ids pass."""
+    """Raise ValueError for a path that is not a checkpoint folder. Hub ids pass."""
     path = Path(model).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
@@ -129,15 +129,15 @@ def _check_folder(model: str) -> None:
 
 
 def _is_path(model: str) -> bool:
-    """Whether ``model`` can only be a path: no hub id looks like that."""
+    """Return whether ``model`` is a path. No hub id looks like one."""
     return Path(model).is_file() or Path(model).is_absolute() or model.startswith((".", "~"))
 
 
 def apply_hf_overrides(config: PretrainedConfig, overrides: HfOverrides) -> PretrainedConfig:
     """Set attributes of ``config`` (a dict sets those of a nested config), or call ``overrides``.
 
-    A key that only the nested text config has is set there. Raises ValueError for a value
-    that the config refuses.
+    A key that only the nested text config has is set there. ValueError: the config refuses a
+    value.
     """
     from transformers import PretrainedConfig
 
@@ -152,8 +152,8 @@ def apply_hf_overrides(config: PretrainedConfig, overrides: HfOverrides) -> Pret
         _override(config, copy.deepcopy(overrides))  # transformers writes into what it is given
         config.validate()
         if not isinstance(config.get_text_config(decoder=True), PretrainedConfig):
-            raise ValueError("this config has none of a text model inside it")
-    except Exception as error:  # as above
+            raise ValueError("this config has no config of a text model inside it")
+    except Exception as error:  # these validation errors share no base class either
         raise ValueError(f"hf_overrides={dict(overrides)!r} is not valid: {error}") from error
     return config
 
@@ -174,7 +174,7 @@ def _override(config: PretrainedConfig, overrides: Mapping[str, Any]) -> None:
 
 
 def _warn_of_new_entry(config: PretrainedConfig, key: str) -> None:
-    """Not an error: a class from elsewhere may read what transformers' config does not have."""
+    """Warn only: a third-party class may read an entry that transformers' config does not have."""
     alike = get_close_matches(key, [name for name in vars(config) if not name.startswith("_")], n=1)
     logger.warning(
         "hf_overrides sets %r, which %s does not have%s",
@@ -185,9 +185,9 @@ def _warn_of_new_entry(config: PretrainedConfig, key: str) -> None:
 def _with_rope_parameters(
     config: PretrainedConfig, overrides: Mapping[str, Any]
 ) -> Mapping[str, Any]:
-    """``overrides`` with all that they say of the rotation under the one name that is read.
+    """Return ``overrides`` with all entries of the rotation under ``rope_parameters``.
 
-    A scaling that names no base, or no part of the heads, leaves them as they are.
+    The config's base and its rotated part of the heads stay unless the overrides name them.
     """
     stated = getattr(config, "rope_parameters", None)
     asked = {key: value for key, value in overrides.items() if key in _ROPE_NAMES}
@@ -207,7 +207,7 @@ def _with_rope_parameters(
 def load_json_file(
     model: str, filename: str, *, revision: str | None = None, hf_token: bool | str | None = None
 ) -> dict[str, Any] | None:
-    """The JSON object in ``filename`` of a checkpoint; None when it has no such file."""
+    """Return the JSON object in ``filename`` of a checkpoint, or None if there is no such file."""
     folder = Path(model).expanduser()
     if folder.is_dir() or _is_path(model):
         path = folder / filename
@@ -235,7 +235,7 @@ def load_json_file(
 
 
 def stored_dtype(model: str) -> torch.dtype | None:
-    """Dtype of most numbers in the first file of weights of a local checkpoint, else None."""
+    """Return the dtype of most numbers in the first file of weights of a local checkpoint."""
     folder = Path(model).expanduser()
     files = sorted(folder.glob("*.safetensors"))
     numbers: Counter[torch.dtype | None] = Counter()

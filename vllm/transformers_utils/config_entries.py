@@ -27,7 +27,7 @@ _COUNT_NAMES = (
     "topk_group", "num_experts_per_tok", "num_experts_per_token", "moe_topk", "adapter_rank",
     "num_nextn_predict_layers", "attn_layer_offset", "expert_layer_offset",
 )  # fmt: skip
-"""Of what a model need not have."""
+"""Numbers of things that a model may lack."""
 _EVEN_NAMES = ("qk_rope_head_dim",)
 WHOLE_NUMBERS = ((_SIZE_NAMES, "above 0", 1), (_COUNT_NAMES, "at least 0", 0))
 """Names, what their values have to be, and the least of them."""

@@ -1,4 +1,4 @@
-"""What imports of transformers need not bring along: its own modules, and torch's compiler."""
+"""Leaves modules that are not needed out of imports of transformers."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ import torch
 
 @contextmanager
 def imported_later(package: str) -> Iterator[None]:
-    """For imports: modules of ``package`` that are not loaded yet stay so.
+    """Put off imports of modules of ``package`` that are not loaded yet.
 
-    What others take of them by name stands for itself, for calls, attributes, ``isinstance``,
-    subclasses and ``|``.
-    Configs of transformers import its sharding, and that torch's and sympy: 48 MiB of memory.
+    A name that is imported from one of them is a stand-in, which works in calls, attributes,
+    ``isinstance``, subclasses and ``|``. Configs of transformers import its sharding, which
+    imports torch's and sympy: 48 MiB of memory.
     """
     finder = _Finder(package)
     sys.meta_path.insert(0, finder)
@@ -47,10 +47,10 @@ class _Finder(MetaPathFinder, Loader):
         return self._made[-1]
 
     def exec_module(self, module: ModuleType) -> None:
-        """There is nothing in it."""
+        """Do nothing: the module is empty."""
 
     def stop(self) -> None:
-        """From here on everything is imported; a second time does nothing."""
+        """Import everything from now on. A second call does nothing."""
         if self in sys.meta_path:
             sys.meta_path.remove(self)
         for module in self._made:
@@ -73,7 +73,7 @@ class _EmptyModule(ModuleType):
 
 
 class _Later:
-    """A class or function of a module."""
+    """A stand-in for a class or function of a module."""
 
     def __init__(self, module: str, name: str, finder: _Finder) -> None:
         self._place = module, name, finder
@@ -107,10 +107,10 @@ _disable: Callable[..., Any] = torch.compiler.disable
 
 @contextmanager
 def without_compiler() -> Iterator[None]:
-    """For imports: ``torch.compiler.disable`` marks a function when it is called first.
+    """Put off ``torch.compiler.disable`` of a function until the function's first call.
 
-    Configs of transformers import modules that mark some, and to mark one imports the compiler
-    and Triton: 90 MiB of memory, and as much time as all else that reading a config takes.
+    Configs of transformers import modules that disable some functions, and the first such call
+    imports the compiler and Triton: 90 MiB of memory, and half of the time of reading a config.
     """
     if "torch._dynamo" in sys.modules:
         yield
@@ -123,7 +123,7 @@ def without_compiler() -> Iterator[None]:
 
 
 def _disable_later(fn: Any = None, recursive: bool = True, *, reason: str | None = None) -> Any:
-    """Arguments and results are those of ``torch.compiler.disable``."""
+    """Take the arguments of ``torch.compiler.disable`` and return what it returns."""
     if fn is None:
         return functools.partial(_disable_later, recursive=recursive, reason=reason)
     if not inspect.isfunction(fn):

@@ -1,4 +1,4 @@
-"""Loading a tokenizer, and the few things the engine asks of one."""
+"""Loads tokenizers, and uses them as the engine needs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MODES = ("auto",)
 
 
 class TokenizerLike(Protocol):
-    """What the engine uses of a transformers tokenizer."""
+    """The part of a transformers tokenizer that the engine uses."""
 
     is_fast: bool
     chat_template: Any
@@ -53,10 +53,10 @@ def get_tokenizer(
     revision: str | None = None,
     **kwargs: Any,
 ) -> TokenizerLike:
-    """The tokenizer of a local folder or hub id; ValueError or OSError when there is none.
+    """Return the tokenizer of a local folder or hub id. ValueError or OSError: there is none.
 
-    Some families answer a folder without tokenizer files with a tokenizer that knows
-    no words; that counts as none.
+    For a folder without tokenizer files, some families make a tokenizer without words. That counts
+    as none.
     """
     if tokenizer_mode not in _MODES:
         raise ValueError(f"tokenizer_mode={tokenizer_mode!r}: has to be one of {', '.join(_MODES)}")
@@ -76,7 +76,7 @@ _PROCESSOR_FILES = ("chat_template.json", "processor_config.json")
 
 
 def _processor_template(name: str, revision: str | None) -> str | dict[str, str] | None:
-    """The chat template that a processor was saved with; older releases put it in JSON files."""
+    """Return the processor's chat template, which older releases of transformers save as JSON."""
     from transformers.utils import cached_file
 
     for file_name in _PROCESSOR_FILES:
@@ -92,7 +92,7 @@ def _processor_template(name: str, revision: str | None) -> str | dict[str, str]
 
 
 def load_tokenizer(model_config: ModelConfig) -> tuple[TokenizerLike | None, str]:
-    """The model's tokenizer, or None and the reason why text cannot be taken."""
+    """Return the model's tokenizer, or None and the reason why text prompts are not possible."""
     if model_config.skip_tokenizer_init:
         return None, "skip_tokenizer_init=True"
     try:
@@ -104,7 +104,7 @@ def load_tokenizer(model_config: ModelConfig) -> tuple[TokenizerLike | None, str
         )
     except (OSError, ValueError, KeyError, ImportError) as error:
         reason = f"no tokenizer could be loaded from {model_config.tokenizer!r}: {_brief(error)}"
-        if model_config.tokenizer != model_config.model:  # it was asked for
+        if model_config.tokenizer != model_config.model:  # the user named it
             raise ValueError(reason) from error
         logger.warning("%s. Prompts have to be token ids, and outputs carry no text.", reason)
         return None, reason
@@ -117,13 +117,13 @@ def _brief(error: Exception) -> str:
 
 
 _USUAL_CHARACTERS = 32
-"""A token has fewer in nearly every text; more are looked into."""
+"""Characters per token that nearly no text exceeds. Longer texts are examined."""
 _COMPOSED = 4
-"""So many characters, at most, a normaliser makes one of."""
+"""The largest number of characters that a normaliser turns into one."""
 
 
 def is_certainly_longer(tokenizer: TokenizerLike, text: str, num_tokens: int) -> bool:
-    """Whether ``text`` has more tokens than that, told without tokenising it.
+    """Return whether ``text`` certainly has more than ``num_tokens``, without tokenising it.
 
     True only for tokenizers that keep every byte, so that a token stands for no more than the
     longest word of their vocabulary. Texts of usual length cost nothing.
@@ -135,9 +135,9 @@ def is_certainly_longer(tokenizer: TokenizerLike, text: str, num_tokens: int) ->
 
 
 def start_of(tokenizer: TokenizerLike, text: str, num_tokens: int) -> str:
-    """As much of ``text`` as its first tokens can depend on; it is whole where that is not known.
+    """Return the start of ``text`` that its first tokens can depend on. Unknown: the whole text.
 
-    Twice what those tokens can hold: words are told apart long before the cut.
+    It is twice the text that those tokens can hold, so that words end long before the cut.
     """
     if not is_certainly_longer(tokenizer, text, 2 * num_tokens):
         return text
@@ -148,7 +148,7 @@ _longest_words: WeakKeyDictionary[Any, int | None] = WeakKeyDictionary()
 
 
 def _longest_word(tokenizer: Any) -> int | None:
-    """Characters of the longest word; None: a token may stand for any number of them."""
+    """Return the characters of the longest word. None: a token may stand for any number."""
     if tokenizer in _longest_words:
         return _longest_words[tokenizer]
     longest = None
@@ -170,7 +170,7 @@ def make_decoder(
     skip_special_tokens: bool = False,
     spaces_between_special_tokens: bool = True,
 ) -> Callable[[Sequence[int]], str]:
-    """A function from token ids to text; ids that the tokenizer does not know give none."""
+    """Return a function from token ids to text. Unknown ids give no text."""
     # Slow tokenizers fail on ids beyond their vocabulary, which models may produce.
     id_limit = None if tokenizer.is_fast else len(tokenizer)
 
