@@ -11,11 +11,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import NamedTuple, Unpack
+from typing import Unpack
 
 from vllm.transformers_utils.chat_messages import ChatMessage, check_messages
 from vllm.transformers_utils.chat_outline import REASONING_TAGS, Outline
-from vllm.transformers_utils.chat_rendering import ChatOptions, Located, Rendering
+from vllm.transformers_utils.chat_rendering import ChatOptions, Located, Rendered, Rendering
 from vllm.transformers_utils.chat_template import check_kept
 from vllm.transformers_utils.chat_turns import Turns, read_turns
 from vllm.transformers_utils.tokenizer import TokenizerLike
@@ -28,20 +28,13 @@ _EMPTY_REASONING = re.compile(
 )
 
 
-class AnsweredText(NamedTuple):
-    """A rendered conversation and the assistant's answers in it."""
-
-    text: str
-    spans: tuple[Span, ...]
-
-
 def chat_answers(
     tokenizer: TokenizerLike,
     messages: Sequence[ChatMessage],
     *,
     with_empty_reasoning: bool = True,
     **options: Unpack[ChatOptions],
-) -> AnsweredText:
+) -> Rendered:
     """Render a conversation as ``chat_text`` does, and find the answers.
 
     with_empty_reasoning: an empty reasoning block belongs to its answer.
@@ -51,7 +44,7 @@ def chat_answers(
     text, spans = rendering.render(checked, rendering.has_marks)
     located = check_kept(rendering, checked, text)
     if rendering.has_marks and with_empty_reasoning:
-        return AnsweredText(text, spans)
+        return Rendered(text, spans)
     if located is None:
         raise ValueError(
             "where the answers lie cannot be told: the chat template rewrites the texts of "
@@ -62,15 +55,11 @@ def chat_answers(
         spans = tuple(finder.find())
     if not with_empty_reasoning:
         spans = tuple(_without(text, spans, list(finder.find_empty_reasoning())))
-    return AnsweredText(text, spans)
+    return Rendered(text, spans)
 
 
-class _Cut(NamedTuple):
-    """A place in a text that a template writes between two markers."""
-
-    literal: int
-    """The number of that text in the outline."""
-    offset: int
+_Cut = tuple[int, int]
+"""The number of a text between two markers of the outline, and an offset in it."""
 
 
 class _AnswerFinder:
@@ -108,7 +97,7 @@ class _AnswerFinder:
                     yield self._ends[first] + block.start(), self._ends[first] + block.end()
 
     def _place(self, cut: _Cut) -> int:
-        return self._ends[cut.literal] + cut.offset
+        return self._ends[cut[0]] + cut[1]
 
     def _first(self, outline: Outline, index: int) -> int | None:
         """Return the number of the first marker of message ``index`` and of the text before it."""
@@ -132,7 +121,7 @@ class _AnswerFinder:
         end = self._turns.end(self._outline.literals[last], through.literals[-1], is_last)
         if start is None or end is None:
             return None
-        return _Cut(first, start), _Cut(last, end)
+        return (first, start), (last, end)
 
     def _start(self, index: int, first: int, before: _Cut | None) -> int | None:
         """Return where an answer begins in the text before its first marker."""
@@ -140,9 +129,9 @@ class _AnswerFinder:
         if index == 0:
             return self._turns.start_behind(between, 0, is_first=True)
         if self._messages[index - 1]["role"] == "assistant":
-            if before is None or before.literal != first:
+            if before is None or before[0] != first:
                 return None
-            return self._turns.start_behind(between, before.offset)
+            return self._turns.start_behind(between, before[1])
         asked, plain = self._outline_of(index, True), self._outline_of(index, False)
         if asked is None or plain is None or not asked.numbers:
             return None

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
 from vllm.transformers_utils.chat_messages import ChatMessage
@@ -25,7 +25,9 @@ REASONING_TAGS = (
     ("<|START_THINKING|>", "<|END_THINKING|>"),
 )
 """Tags that open and close a reasoning block."""
-_CLOSES_REASONING = (*(closes for _, closes in REASONING_TAGS), "[BEGIN FINAL RESPONSE]")
+_END_OF_STEPS = "[BEGIN FINAL RESPONSE]"
+_CLOSES_REASONING = (*(closes for _, closes in REASONING_TAGS), _END_OF_STEPS)
+_KEPT_TAGS = frozenset((*(tag for pair in REASONING_TAGS for tag in pair), _END_OF_STEPS))
 _REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 _MOST_PIECES = 1_000_000
 _MARKER = re.compile(r"z(\d{6})vx|(?<!\d)9(\d{6})17(?!\d)", re.IGNORECASE)
@@ -35,7 +37,7 @@ _JSON_VALUE = re.compile(
     r"|(?P<number>-?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?)",
     re.DOTALL,
 )
-_TAGS = frozenset(tag for pair in REASONING_TAGS for tag in pair)
+_TAG = re.compile(r"<[^<>\s]{1,40}>|\[[^\[\]\s]{1,40}\]|/\w+|" + re.escape(_END_OF_STEPS))
 
 
 class Piece(NamedTuple):
@@ -91,14 +93,12 @@ class Marked(NamedTuple):
     pieces: list[Piece]
 
 
-def mark_messages(
-    messages: list[ChatMessage], watched: Collection[str], only: int | None = None
-) -> Marked:
+def mark_messages(messages: list[ChatMessage], template: str, only: int | None = None) -> Marked:
     """Put markers into messages of ``check_messages``, into all or into ``only`` one.
 
-    watched: texts that the template looks for. They stay, so that it finds them again.
+    Tags and switches (``/think``) that are in the template stay: it may look for them.
     """
-    marking = _Marking(watched)
+    marking = _Marking(template)
     marked = [
         marking.mark(position, message) if only in (None, position) else message
         for position, message in enumerate(messages)
@@ -117,9 +117,9 @@ def read_outline(rendered: str) -> Outline:
 
 
 class _Marking:
-    def __init__(self, watched: Collection[str]) -> None:
+    def __init__(self, template: str) -> None:
         self.pieces: list[Piece] = []
-        self._watched = sorted(_TAGS.union(watched, _CLOSES_REASONING), key=len, reverse=True)
+        self._template = template
         self._ids: dict[str, str] = {}
         """Markers of the ids of calls, which results repeat."""
 
@@ -168,12 +168,17 @@ class _Marking:
         return "".join(segments)
 
     def _split(self, text: str) -> list[str]:
-        """Split at watched texts, which are every second element of the result."""
-        found = [re.escape(one) for one in self._watched if one in text]
-        return re.split(f"({'|'.join(found)})", text) if found else [text]
+        """Split at tags that stay, which are every second element of the result."""
+        parts, end = [], 0
+        for match in _TAG.finditer(text):
+            if match[0] in _KEPT_TAGS or match[0] in self._template:
+                parts += [text[end : match.start()], match[0]]
+                end = match.end()
+        is_told = any(map(str.strip, [*parts[::2], text[end:]])) or _KEPT_TAGS.intersection(parts)
+        return [*parts, text[end:]] if is_told else [text]
 
     def _ends_in(self, text: str) -> bool:
-        """Return whether there is something behind the last watched text."""
+        """Return whether there is something behind the last tag that stays."""
         return bool(self._split(text)[-1].strip())
 
     def _marker(self, text: str, position: int, kind: PieceKind, index: int) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from contextlib import nullcontext
 from functools import cached_property, lru_cache
 from threading import Lock
@@ -45,8 +44,6 @@ _RESERVED_VARIABLES = frozenset(
 _FIXED_FORMS = {"string": ContentForm(True, False), "openai": ContentForm(False, True)}
 _MOST_OUTLINES = 512
 _MOST_KNOWN = 64
-_LONGEST_WATCHED = 40
-"""Longer texts in a template are written, not looked for."""
 
 
 class ChatOptions(TypedDict, total=False):
@@ -72,8 +69,8 @@ class Rendered(NamedTuple):
     """A rendered conversation."""
 
     text: str
-    marks: tuple[tuple[int, int], ...]
-    """[start, end) in characters of the text inside ``{% generation %}`` blocks."""
+    spans: tuple[tuple[int, int], ...]
+    """[start, end) in characters of the assistant's answers, if they were asked for."""
 
 
 class Located(NamedTuple):
@@ -109,38 +106,14 @@ class _GenerationBlock(Extension):
         return nodes.Scope(body, lineno=line)
 
 
-class _Source(NamedTuple):
-    """Facts from the source of a template."""
-
-    marks_answers: bool
-    watched: frozenset[str]
-    """Texts that it compares with, splits at or removes: tags and the like, not words."""
-
-
 @lru_cache(maxsize=64)
-def _read_source(template: str) -> _Source:
+def marks_answers(template: str) -> bool:
+    """Return whether a template has ``{% generation %}`` blocks, however they are spelt."""
     try:
         tree = Environment(extensions=[_GenerationBlock, loopcontrols]).parse(template)
     except TemplateError:
-        return _Source(False, frozenset())
-    looks = (nodes.Compare, nodes.Call, nodes.Filter, nodes.Test, nodes.Assign)
-    texts = {
-        constant.value
-        for expression in tree.find_all(looks)
-        for constant in expression.find_all(nodes.Const)
-        if isinstance(constant.value, str)
-    }
-    watched = {
-        text.strip()
-        for text in texts
-        if 3 <= len(text.strip()) <= _LONGEST_WATCHED and re.search(r"[^\w\s]", text)
-    }
-    return _Source(tree.find(nodes.Scope) is not None, frozenset(watched))
-
-
-def marks_answers(template: str) -> bool:
-    """Return whether a template has ``{% generation %}`` blocks, however they are spelt."""
-    return _read_source(template).marks_answers
+        return False
+    return tree.find(nodes.Scope) is not None
 
 
 class Rendering:
@@ -209,8 +182,7 @@ class Rendering:
 
     def mark(self, messages: list[ChatMessage], only: int | None = None) -> Marked:
         """Put markers in place of the texts of all messages, or of ``only`` one."""
-        watched = () if self._renders_itself else _read_source(self._template).watched
-        return mark_messages(messages, watched, only)
+        return mark_messages(messages, str(self._template), only)
 
     def locate(self, marked: Marked, text: str) -> Located | None:
         """Find the marked texts in ``text``, the rendering of the same messages without markers.

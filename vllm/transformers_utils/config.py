@@ -235,7 +235,7 @@ def load_json_file(
 
 
 def stored_dtype(model: str) -> torch.dtype | None:
-    """Return the dtype of most numbers in the first file of weights of a local checkpoint."""
+    """Return the dtype of most numbers in a local checkpoint's first weight file, or None."""
     folder = Path(model).expanduser()
     files = sorted(folder.glob("*.safetensors"))
     numbers: Counter[torch.dtype | None] = Counter()

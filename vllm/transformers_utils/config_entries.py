@@ -1,6 +1,6 @@
-"""Entries of a config.json as they stand there, before transformers reads them.
+"""Checks entries of a config.json before transformers reads them.
 
-What its classes make of a size that cannot be one names another entry, or none.
+Errors of its classes about an impossible size name another entry, or none.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ _COUNT_NAMES = (
 """Numbers of things that a model may lack."""
 _EVEN_NAMES = ("qk_rope_head_dim",)
 WHOLE_NUMBERS = ((_SIZE_NAMES, "above 0", 1), (_COUNT_NAMES, "at least 0", 0))
-"""Names, what their values have to be, and the least of them."""
+"""Names, the requirement for their values in words, and the least value."""
 
 
 def check_entries(content: Mapping[str, Any]) -> None:
-    """ValueError: a size, or a number of something, of a config.json cannot be one.
+    """Raise ValueError for a size or a number of a config.json that is not possible.
 
-    Names are those in the file: classes of transformers have others for some.
+    Names are those in the file. Classes of transformers have other names for some.
     """
     for name, value in content.items():
         for names, which, least in WHOLE_NUMBERS:
@@ -49,9 +49,9 @@ def check_entries(content: Mapping[str, Any]) -> None:
 
 
 def check_number(name: str, value: object, which: str, least: int) -> None:
-    """ValueError: the value of an entry, where it has one, is not as ``WHOLE_NUMBERS`` wants it."""
+    """Raise ValueError for a value that is not as ``WHOLE_NUMBERS`` says. None passes."""
     if value is None or value == "auto" or isinstance(value, (list, tuple)):
-        return  # one a layer: who reads them says what they have to be
+        return  # a list has a value for each layer, which its reader checks
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
