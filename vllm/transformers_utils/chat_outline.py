@@ -136,7 +136,9 @@ class _Marking:
             ]
         elif "content" in message or "tool_calls" not in message:
             marked["content"] = self._mark_text(content, position, "text", 0, is_answer)
-            if is_answer and "tool_calls" not in message and not self._ends_in(content):
+            if "tool_calls" not in message and (
+                not content.strip() or (is_answer and not self._ends_in(content))
+            ):
                 marked["content"] += self._marker("", position, "text", 0)
         if "tool_calls" in message:
             calls = enumerate(message["tool_calls"])
