@@ -29,7 +29,6 @@ _END_OF_STEPS = "[BEGIN FINAL RESPONSE]"
 _CLOSES_REASONING = (*(closes for _, closes in REASONING_TAGS), _END_OF_STEPS)
 _KEPT_TAGS = frozenset((*(tag for pair in REASONING_TAGS for tag in pair), _END_OF_STEPS))
 _REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
-_MOST_PIECES = 1_000_000
 _MARKER = re.compile(r"z(\d{6})vx|(?<!\d)9(\d{6})17(?!\d)", re.IGNORECASE)
 """Nine letters and digits, as Mistral's templates demand of the id of a call; or a number."""
 _JSON_VALUE = re.compile(
@@ -184,11 +183,8 @@ class _Marking:
         return bool(self._split(text)[-1].strip())
 
     def _marker(self, text: str, position: int, kind: PieceKind, index: int) -> str:
-        number = len(self.pieces)
-        if number == _MOST_PIECES:
-            raise ValueError(f"a conversation of more than {_MOST_PIECES} texts is not supported")
         self.pieces.append(Piece(position, kind, index, text))
-        return f"z{number:06d}vx"
+        return f"z{len(self.pieces) - 1:06d}vx"
 
     def _mark_call(self, call: dict[str, Any], position: int, index: int) -> dict[str, Any]:
         marked, function = dict(call), dict(call["function"])

@@ -113,8 +113,8 @@ def _is_kept(number: int, pieces: list[Piece], outline: Outline | None, text: st
         return said in text
     if number in outline.numbers and outline.has_anything_in_place(text):
         return True
-    others = (pieces[n].text for n in {*outline.numbers} - {number} if pieces[n].kind != "aside")
-    elsewhere = (*outline.literals, *others)
+    others = {*outline.numbers}.intersection(range(len(pieces))) - {number}
+    elsewhere = (*outline.literals, *(pieces[n].text for n in others if pieces[n].kind != "aside"))
     return text.count(said) > sum(one.count(said) for one in elsewhere)
 
 
