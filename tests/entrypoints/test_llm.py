@@ -167,9 +167,10 @@ def test_a_template_may_be_a_file(setup: Setup, tmp_path: Path) -> None:
 def test_tool_call_arguments_reach_the_template_as_objects(setup: Setup) -> None:
     call = {"id": "1", "function": {"name": "f", "arguments": '{"city": "Köln"}'}}
     messages = [{"role": "assistant", "content": None, "tool_calls": [call]}]
-    template = "{{ messages[0].tool_calls[0].function.arguments.city }}"
+    call_text = "{{ f.name }} {{ f.arguments.city }}"
+    template = "{% set f = messages[0].tool_calls[0].function %}" + call_text
     (output,) = setup.llm.chat(messages, use_tqdm=False, chat_template=template)
-    assert output.prompt == "Köln"
+    assert output.prompt == "f Köln"
     assert call["function"] == {"name": "f", "arguments": '{"city": "Köln"}'}
 
 
