@@ -12,7 +12,7 @@ from vllm import LLM
 from vllm.config import CacheConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs, dataclass_with_options_of
 from vllm.entrypoints.cli.help import explain
-from vllm.entrypoints.extract.extract_options import ExtractOptions
+from vllm.entrypoints.extract.options import ExtractOptions
 from vllm.entrypoints.openai.cli_args import ServerSettings
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.utils.checked import at_least, config, from_mapping

@@ -16,8 +16,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connecto
     load_hidden_states,
 )
 from vllm.engine.arg_utils import EngineArgs
-from vllm.entrypoints.extract.extract_options import ExtractOptions
 from vllm.entrypoints.extract.job import run_job
+from vllm.entrypoints.extract.options import ExtractOptions
 from vllm.hidden_states import HiddenStatesError, HiddenStatesSample
 from vllm.hidden_states.convert import convert_dataset
 from vllm.hidden_states.dataset import HiddenStatesDataset

@@ -13,8 +13,8 @@ import torch
 
 from tests.extract.fake_engine import FAILING_TOKEN, fake_rows, load_fake
 from vllm.engine.arg_utils import EngineArgs
-from vllm.entrypoints.extract.extract_options import ExtractOptions
 from vllm.entrypoints.extract.job import run_job
+from vllm.entrypoints.extract.options import ExtractOptions
 from vllm.hidden_states.dataset import HiddenStatesDataset
 
 HIDDEN_SIZE = 72

@@ -22,8 +22,8 @@ from tests.models.checkpoints import make_checkpoint
 from vllm import LLM
 from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.cli.extract import parse_extract_arguments
-from vllm.entrypoints.extract.extract_options import ExtractOptions
 from vllm.entrypoints.extract.job import run_job
+from vllm.entrypoints.extract.options import ExtractOptions
 from vllm.hidden_states.dataset import HiddenStatesDataset
 
 LAYERS = [0, 2, 4]

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from tests.extract.job_harness import token_lists, write_jsonl, write_token_ids
-from vllm.entrypoints.extract.extract_options import ExtractOptions
-from vllm.entrypoints.extract.inputs import find_sources
+from vllm.entrypoints.extract.options import ExtractOptions
 from vllm.entrypoints.extract.plan import Plan, has_plan, make_plan
-from vllm.entrypoints.extract.prompt_maker import PromptMaker
-from vllm.hidden_states.records import DatasetSettings
+from vllm.entrypoints.extract.prompts import PromptMaker
+from vllm.entrypoints.extract.records import find_sources
+from vllm.hidden_states.metadata import DatasetSettings
 
 LISTS = token_lists(2, 200, longest=40)
 TOKEN_BYTES = 8

@@ -12,9 +12,9 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
 
 from tests.models.checkpoints import CHAT_TEMPLATE, VOCAB_SIZE
-from vllm.entrypoints.extract.extract_options import ExtractOptions
-from vllm.entrypoints.extract.inputs import Record
-from vllm.entrypoints.extract.prompt_maker import Prompt, PromptMaker
+from vllm.entrypoints.extract.options import ExtractOptions
+from vllm.entrypoints.extract.prompts import Prompt, PromptMaker
+from vllm.entrypoints.extract.records import Record
 from vllm.transformers_utils.chat_template import render_chat
 from vllm.transformers_utils.tokenizer import get_tokenizer, is_certainly_longer, start_of
 

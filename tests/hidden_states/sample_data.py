@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from vllm.hidden_states.manifest import merge_units, start_dataset
-from vllm.hidden_states.records import (
+from vllm.hidden_states.metadata import (
     STORAGE_DTYPES,
     DatasetFormat,
     DatasetSettings,

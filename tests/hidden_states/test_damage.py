@@ -22,10 +22,10 @@ from tests.hidden_states.sample_data import (
     write_dataset,
     write_missing,
 )
-from vllm.hidden_states import HiddenStatesDataset, records
+from vllm.hidden_states import HiddenStatesDataset, metadata
 from vllm.hidden_states.manifest import merge_units, missing_units, start_dataset
 from vllm.hidden_states.mapped_file import DamagedFileError
-from vllm.hidden_states.records import (
+from vllm.hidden_states.metadata import (
     FORMATS,
     DatasetFormat,
     DatasetSettings,
@@ -294,7 +294,7 @@ def test_opened_while_the_job_ends(dataset: Path, monkeypatch: pytest.MonkeyPatc
         path.unlink()
     (dataset / "units").mkdir()
     (dataset / "units" / "unit-000000.json").write_text(json.dumps(record))
-    read_json = records.read_json
+    read_json = metadata.read_json
 
     def read_then_end(path: str) -> Any:
         try:
@@ -305,7 +305,7 @@ def test_opened_while_the_job_ends(dataset: Path, monkeypatch: pytest.MonkeyPatc
                 manifest.write_bytes(description)
                 shutil.rmtree(dataset / "units", ignore_errors=True)
 
-    monkeypatch.setattr(records, "read_json", read_then_end)
+    monkeypatch.setattr(metadata, "read_json", read_then_end)
     assert len(HiddenStatesDataset(dataset, allow_incomplete=True)) == 7
 
 

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from tests.hidden_states.sample_data import make_samples, write_dataset
 from vllm.hidden_states import HiddenStatesDataset, pack_samples, pad_samples
 from vllm.hidden_states import dataset as dataset_module
-from vllm.hidden_states.records import FORMATS, DatasetFormat
+from vllm.hidden_states.metadata import FORMATS, DatasetFormat
 from vllm.hidden_states.tensor_file import TensorFile
 from vllm.hidden_states.verify import verify_dataset
 from vllm.v1.rows.fields.fp8 import FP8

@@ -23,7 +23,7 @@ from tests.hidden_states.sample_data import (
 )
 from vllm.hidden_states import HiddenStatesDataset, HiddenStatesError
 from vllm.hidden_states.manifest import start_dataset
-from vllm.hidden_states.records import FORMATS, DatasetFormat, read_unit_records
+from vllm.hidden_states.metadata import FORMATS, DatasetFormat, read_unit_records
 from vllm.hidden_states.sample import HiddenStatesSample
 from vllm.hidden_states.units import open_unit_writer, plan_units
 from vllm.hidden_states.verify import verify_dataset

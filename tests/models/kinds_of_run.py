@@ -32,8 +32,8 @@ from tests.models.families import FAMILIES
 from tests.models.oracle import Reference, reference_run, relative_error
 from vllm import LLM
 from vllm.engine.arg_utils import EngineArgs
-from vllm.entrypoints.extract.extract_options import ExtractOptions
 from vllm.entrypoints.extract.job import run_job
+from vllm.entrypoints.extract.options import ExtractOptions
 from vllm.hidden_states.dataset import HiddenStatesDataset
 from vllm.v1.core.kv_cache_utils import blocks_per_request
 

@@ -21,8 +21,8 @@ from tests.models import multimodal, zoo
 from tests.models.every_family import greedy_tokens, streams_of
 from tests.models.oracle import relative_error
 from vllm.engine.arg_utils import EngineArgs
-from vllm.entrypoints.extract.extract_options import ExtractOptions
 from vllm.entrypoints.extract.job import run_job
+from vllm.entrypoints.extract.options import ExtractOptions
 from vllm.hidden_states import HiddenStatesDataset
 from vllm.model_report.checkpoint_report import report_checkpoint
 

@@ -7,12 +7,12 @@ import json
 import os
 from typing import cast
 
-from vllm.hidden_states import records
+from vllm.hidden_states import metadata as records
 from vllm.hidden_states.dataset import HiddenStatesDataset
 from vllm.hidden_states.layer_ids import check_speculators
 from vllm.hidden_states.manifest import DatasetTotals, merge_units, read_skipped, start_dataset
 from vllm.hidden_states.mapped_file import MappedFile
-from vllm.hidden_states.records import DatasetFormat, DatasetSettings
+from vllm.hidden_states.metadata import DatasetFormat, DatasetSettings
 from vllm.hidden_states.sample import HiddenStatesError, Pooling
 from vllm.hidden_states.tensor_file import checksum, dtype_name
 from vllm.hidden_states.units import cut_at, open_unit_writer, plan_units

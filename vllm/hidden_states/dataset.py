@@ -17,10 +17,10 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
-from vllm.hidden_states import records
+from vllm.hidden_states import metadata as records
 from vllm.hidden_states.manifest import index_is_sound, read_manifest
 from vllm.hidden_states.mapped_file import DamagedFileError, MappedFile
-from vllm.hidden_states.records import DatasetSettings, FileRecord, read_unit_records
+from vllm.hidden_states.metadata import DatasetSettings, FileRecord, read_unit_records
 from vllm.hidden_states.sample import HiddenStatesSample
 from vllm.v1.rows.fields import StoredNames
 from vllm.v1.rows.fields.fp8 import FP8

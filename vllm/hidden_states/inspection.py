@@ -12,7 +12,7 @@ import torch
 
 from vllm.hidden_states.dataset import HiddenStatesDataset
 from vllm.hidden_states.manifest import sum_units
-from vllm.hidden_states.records import read_unit_records
+from vllm.hidden_states.metadata import read_unit_records
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

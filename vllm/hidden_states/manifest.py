@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vllm.hidden_states import records
-from vllm.hidden_states.records import (
+from vllm.hidden_states import metadata as records
+from vllm.hidden_states.metadata import (
     DatasetSettings,
     SkippedRecord,
     UnitRecord,

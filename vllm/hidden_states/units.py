@@ -20,9 +20,9 @@ import numpy as np
 import torch
 
 from vllm.exceptions import Failure, FailureKind
-from vllm.hidden_states import records
+from vllm.hidden_states import metadata as records
+from vllm.hidden_states.metadata import DatasetSettings, FileRecord, SkippedRecord, UnitRecord
 from vllm.hidden_states.positions import positions_fit
-from vllm.hidden_states.records import DatasetSettings, FileRecord, SkippedRecord, UnitRecord
 from vllm.hidden_states.sample import HiddenStatesError, HiddenStatesSample, in_dtype
 from vllm.hidden_states.tensor_file import TensorFile, dtype_name
 from vllm.utils.text import safe_name

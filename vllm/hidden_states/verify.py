@@ -8,18 +8,18 @@ from collections.abc import Iterator
 
 import torch
 
-from vllm.hidden_states import records
+from vllm.hidden_states import metadata as records
 from vllm.hidden_states.dataset import plain_files
 from vllm.hidden_states.manifest import make_manifest, missing_units, read_manifest
 from vllm.hidden_states.mapped_file import DamagedFileError, MappedFile
-from vllm.hidden_states.positions import positions_fit
-from vllm.hidden_states.records import (
+from vllm.hidden_states.metadata import (
     DatasetSettings,
     FileRecord,
     SkippedRecord,
     UnitRecord,
     read_unit_records,
 )
+from vllm.hidden_states.positions import positions_fit
 from vllm.hidden_states.tensor_file import checksum
 from vllm.v1.rows.fields import StoredNames
 from vllm.v1.rows.fields.fp8 import exact_rows, row_norms, row_parts

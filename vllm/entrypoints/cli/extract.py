@@ -10,7 +10,7 @@ from vllm.exceptions import EXIT_STATUS
 
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import EngineArgs
-    from vllm.entrypoints.extract.extract_options import ExtractOptions
+    from vllm.entrypoints.extract.options import ExtractOptions
 
 _NOT_OF_USE = frozenset({
     "speculative_config", "kv_transfer_config", "served_model_name", "generation_config",
@@ -46,7 +46,7 @@ def parse_extract_arguments(argv: Sequence[str]) -> ExtractArguments:
     """Parse and check the arguments; a mistake ends the program with a message and status 2."""
     from vllm.engine.arg_utils import EngineArgs
     from vllm.entrypoints.cli.serve_arguments import command_parser, parse_flags
-    from vllm.entrypoints.extract.extract_options import ExtractOptions
+    from vllm.entrypoints.extract.options import ExtractOptions
     from vllm.utils.options import add_flags, given_options, options_of
 
     parser = command_parser(

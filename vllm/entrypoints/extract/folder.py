@@ -12,8 +12,8 @@ from pathlib import Path
 
 from vllm.entrypoints.extract.plan import PLAN_FOLDER, Plan
 from vllm.exceptions import FailureError, FailureKind, kind_of
-from vllm.hidden_states import records
-from vllm.hidden_states.records import DatasetSettings
+from vllm.hidden_states import metadata as records
+from vllm.hidden_states.metadata import DatasetSettings
 from vllm.logger import init_logger
 from vllm.utils.disk import FILE_BYTES, check_room
 from vllm.utils.whole_files import TemporaryName

@@ -17,15 +17,15 @@ from typing import TYPE_CHECKING
 from tqdm import tqdm
 
 from vllm.engine.arg_utils import EngineArgs
-from vllm.entrypoints.extract.extract_options import ExtractOptions
 from vllm.entrypoints.extract.folder import (
     check_disk,
     lock_folder,
     output_folder,
     remove_rubbish,
 )
-from vllm.entrypoints.extract.inputs import STDIN, Source, find_sources, input_digest
+from vllm.entrypoints.extract.options import ExtractOptions
 from vllm.entrypoints.extract.plan import PLAN_FOLDER, Plan, has_plan, make_plan
+from vllm.entrypoints.extract.records import STDIN, Source, find_sources, input_digest
 from vllm.entrypoints.extract.resolve import Resolved
 from vllm.entrypoints.extract.summary import (
     Lines,
@@ -37,7 +37,7 @@ from vllm.entrypoints.extract.summary import (
 )
 from vllm.entrypoints.extract.unit_queue import UnitQueue
 from vllm.entrypoints.extract.worker import MAX_WAITING_BYTES, LoadEngine, WorkerJob, run_worker
-from vllm.hidden_states import records
+from vllm.hidden_states import metadata as records
 from vllm.hidden_states.manifest import (
     index_is_sound,
     merge_units,
@@ -45,7 +45,7 @@ from vllm.hidden_states.manifest import (
     start_dataset,
     sum_units,
 )
-from vllm.hidden_states.records import DatasetSettings, UnitRecord
+from vllm.hidden_states.metadata import DatasetSettings, UnitRecord
 from vllm.hidden_states.verify import verify_unit
 from vllm.logger import init_logger
 from vllm.utils.disk import free_bytes

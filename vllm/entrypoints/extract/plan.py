@@ -32,11 +32,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-from vllm.entrypoints.extract.extract_options import ExtractOptions
-from vllm.entrypoints.extract.inputs import Record, Source, read_records
-from vllm.entrypoints.extract.prompt_maker import PromptMaker
+from vllm.entrypoints.extract.options import ExtractOptions
+from vllm.entrypoints.extract.prompts import PromptMaker
+from vllm.entrypoints.extract.records import Record, Source, read_records
+from vllm.hidden_states.metadata import DatasetSettings, SkippedRecord
 from vllm.hidden_states.positions import parse_positions
-from vllm.hidden_states.records import DatasetSettings, SkippedRecord
 from vllm.hidden_states.tensor_file import checksum
 from vllm.hidden_states.units import file_stem, plan_units
 from vllm.logger import init_logger

@@ -13,7 +13,7 @@ import torch
 from vllm.config import ModelConfig
 from vllm.entrypoints.extract.summary import print_table
 from vllm.hidden_states.dataset import HiddenStatesDataset
-from vllm.hidden_states.records import DatasetSettings
+from vllm.hidden_states.metadata import DatasetSettings
 
 _FLOAT32_LIMIT = 1e-4
 """Limit of the error of a row that was computed in float32."""

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 from vllm.config import model_facts
 from vllm.config.identity import value_identity
 from vllm.engine.arg_utils import EngineArgs
-from vllm.entrypoints.extract.extract_options import ExtractOptions
-from vllm.entrypoints.extract.prompt_maker import PromptMaker
+from vllm.entrypoints.extract.options import ExtractOptions
+from vllm.entrypoints.extract.prompts import PromptMaker
 from vllm.hidden_states.layer_ids import check_speculators, resolve_layer_ids
+from vllm.hidden_states.metadata import ROW_TENSORS, DatasetSettings
 from vllm.hidden_states.positions import parse_positions
-from vllm.hidden_states.records import ROW_TENSORS, DatasetSettings
 from vllm.hidden_states.tensor_file import checksum
 from vllm.hidden_states.units import cut_at
 from vllm.logger import init_logger

@@ -11,7 +11,7 @@ from tqdm import tqdm
 from vllm.entrypoints.extract.plan import PlanTotals
 from vllm.entrypoints.extract.unit_queue import Progress
 from vllm.hidden_states.manifest import DatasetTotals
-from vllm.hidden_states.records import DatasetSettings
+from vllm.hidden_states.metadata import DatasetSettings
 from vllm.utils.mem_utils import format_bytes
 
 Lines = list[tuple[str, str]]

@@ -17,7 +17,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.extract.plan import PLAN_FOLDER, Plan, PlannedSample
 from vllm.entrypoints.extract.unit_queue import Progress, UnitQueue
 from vllm.exceptions import Failure, FailureError, FailureKind, kind_of
-from vllm.hidden_states.records import DatasetSettings
+from vllm.hidden_states.metadata import DatasetSettings
 from vllm.hidden_states.sample import (
     ExtractRequest,
     FailedSample,

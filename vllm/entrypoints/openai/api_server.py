@@ -15,7 +15,6 @@ from vllm.entrypoints.openai.chat import Chat
 from vllm.entrypoints.openai.completion import Completion
 from vllm.entrypoints.openai.errors import EXCEPTION_HANDLERS, ErrorResponse, bad_form
 from vllm.entrypoints.openai.limits import install_limits
-from vllm.entrypoints.openai.prompts import render
 from vllm.entrypoints.openai.protocol import (
     ChatBody,
     ChatCompletionRequest,
@@ -26,6 +25,7 @@ from vllm.entrypoints.openai.protocol import (
     TokenizeBody,
     TokenizeRequest,
 )
+from vllm.entrypoints.openai.request_prompts import render
 from vllm.entrypoints.openai.responses import (
     ChatChunk,
     ChatCompletionResponse,

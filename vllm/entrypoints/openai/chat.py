@@ -15,8 +15,8 @@ from vllm.entrypoints.openai.generation import (
     finite,
     prompt_logprobs_body,
 )
-from vllm.entrypoints.openai.prompts import render
 from vllm.entrypoints.openai.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.request_prompts import render
 from vllm.entrypoints.openai.responses import (
     AnswerMessage,
     ChatChoice,

@@ -15,13 +15,13 @@ from vllm.entrypoints.openai.generation import (
     finite,
     prompt_logprobs_body,
 )
-from vllm.entrypoints.openai.prompts import (
+from vllm.entrypoints.openai.protocol import CompletionRequest
+from vllm.entrypoints.openai.request_prompts import (
     prompt_of_embeds,
     split_embeds,
     split_prompts,
     tokenize,
 )
-from vllm.entrypoints.openai.protocol import CompletionRequest
 from vllm.entrypoints.openai.responses import (
     CompletionChoice,
     CompletionChunk,

@@ -24,12 +24,12 @@ from starlette.types import Receive, Scope, Send
 
 from vllm.entrypoints.openai.errors import MEANT_FOR_CLIENTS, as_api_error, failed
 from vllm.entrypoints.openai.limits import reply_files
-from vllm.entrypoints.openai.prompts import (
+from vllm.entrypoints.openai.protocol import GenerationBody, StreamOptions
+from vllm.entrypoints.openai.request_prompts import (
     check_max_tokens,
     fit,
     make_sampling_params,
 )
-from vllm.entrypoints.openai.protocol import GenerationBody, StreamOptions
 from vllm.entrypoints.openai.responses import (
     Chunk,
     PromptLogprob,

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from vllm.entrypoints.extract import inputs
-from vllm.entrypoints.extract.inputs import Record, find_sources, input_digest, read_records
+from vllm.entrypoints.extract import records
+from vllm.entrypoints.extract.records import Record, find_sources, input_digest, read_records
 
 ROWS: list[dict[str, Any]] = [
     {"text": f"text {i} π", "input_ids": list(range(i + 1))} for i in range(150)
@@ -46,7 +46,7 @@ def test_jsonl_with_bad_lines(tmp_path: Path) -> None:
 def test_json_arrays_and_streams(
     chunk: int, indent: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(inputs, "_CHUNK_CHARACTERS", chunk)
+    monkeypatch.setattr(records, "_CHUNK_CHARACTERS", chunk)
     path = tmp_path / "a.json"
     path.write_text(json.dumps(ROWS[:20], indent=indent, ensure_ascii=False) + "\n")
     assert values(path) == ROWS[:20]
@@ -154,7 +154,7 @@ def test_without_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     (tmp_path / "a.parquet").touch()
-    with pytest.raises(ValueError, match=r"needs pyarrow; pip install 'vllm\[extract\]'"):
+    with pytest.raises(ValueError, match=r"needs pyarrow; pip install pyarrow"):
         read(tmp_path / "a.parquet")
 
 

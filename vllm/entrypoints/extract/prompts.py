@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from vllm.entrypoints.extract.extract_options import ExtractOptions
-from vllm.entrypoints.extract.inputs import Record, Values
+from vllm.entrypoints.extract.options import ExtractOptions
+from vllm.entrypoints.extract.records import Record, Values
 from vllm.hidden_states.positions import as_mask, flat_array
 from vllm.transformers_utils.answer_spans import Span, chat_answers
 from vllm.transformers_utils.chat_template import ChatOptions, chat_text

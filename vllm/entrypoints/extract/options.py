@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import field
 from typing import Annotated, Any, Literal
 
-from vllm.entrypoints.extract.inputs import InputFormat
+from vllm.entrypoints.extract.records import InputFormat
+from vllm.hidden_states.metadata import DatasetFormat
 from vllm.hidden_states.positions import parse_positions
-from vllm.hidden_states.records import DatasetFormat
 from vllm.hidden_states.sample import Pooling
 from vllm.utils.checked import ABOVE_0, FINITE, at_least, at_most, config, refuse_unless
 from vllm.utils.options import Group, Option
