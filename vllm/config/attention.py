@@ -1,4 +1,4 @@
-"""AttentionConfig: which kernels attend."""
+"""AttentionConfig: the choice of attention kernels."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from vllm.utils.options import Option
 
 @config()
 class AttentionConfig:
-    """How attention is computed."""
+    """The attention kernels."""
 
     backend: Annotated[AttentionBackend | None, Option("attention_backend")] = None
-    """Attention kernels. None: VLLM_ATTENTION_BACKEND, else the device's preferred ones."""
+    """Attention kernels. Default: VLLM_ATTENTION_BACKEND, else the device's preferred ones."""

@@ -1,7 +1,7 @@
-"""What the parts of an engine can do, held against what is asked for: here, and nowhere else.
+"""Checks the options against the capabilities of platform and connector: here, and nowhere else.
 
-Parts declare what they can do as attributes: platforms, connector classes. Nothing later looks
-for it again.
+Platforms and connector classes declare their capabilities as attributes. No later code checks
+them again.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _CONNECTOR_AGAINST_MODEL = (
 
 
 def settle_capabilities(config: VllmConfig) -> None:
-    """Refuse what cannot work on this platform with this connector; fill in what was left open.
+    """Refuse what cannot work on this platform with this connector; fill in options left open.
 
     Raises ValueError that names the option, the value and what would work.
     """
@@ -47,42 +47,42 @@ def settle_capabilities(config: VllmConfig) -> None:
     platform, reason = config.device_config.platform, None
     if not is_unset(config.model_config):
         platform.check_dtype(config.model_config.dtype)
-        # Sliding windows need no tables of their own: their layers may keep every token, in one
-        # table with those that read them all. Nor do hidden states, which lie in the same blocks.
+        # Sliding windows do not need their own tables: their layers may keep every token, in one
+        # table with the layers that read all tokens. Hidden states lie in the same blocks.
         if config.model_config.is_hybrid:
             reason = "has recurrent layers beside its attention layers"
     settle_hybrid_manager(config, reason)
     if config.scheduler_config.async_scheduling is None:
         config.scheduler_config.async_scheduling = platform.works_beside_host
-    _ = config.attention_backend  # a wrong one is told now
+    _ = config.attention_backend  # raises now if it is wrong
 
 
 def settle_hybrid_manager(config: VllmConfig, reason: str | None) -> None:
     """Decide whether each group of layers may have its own block table.
 
-    ``reason``: why the model needs that, None when it does not. Fills
+    ``reason``: why the model needs these; None if it does not. Sets
     ``scheduler_config.disable_hybrid_kv_cache_manager``. ValueError: option, connector and model
     contradict each other.
     """
     scheduler_config, transfer = config.scheduler_config, config.kv_transfer_config
-    asked = scheduler_config.disable_hybrid_kv_cache_manager
+    option = scheduler_config.disable_hybrid_kv_cache_manager
     lacking = () if transfer is None else connectors_without_hma(transfer)
     connector, contradiction = _name_of(transfer, lacking), None
-    if lacking and asked is False:
+    if lacking and option is False:
         contradiction = _OPTION_AGAINST_CONNECTOR
     elif lacking and reason is not None:
         contradiction = _CONNECTOR_AGAINST_MODEL
-    elif asked and reason is not None:
+    elif option and reason is not None:
         contradiction = _OPTION_AGAINST_MODEL
     if contradiction is not None:
         raise ValueError(contradiction.format(connector=connector, reason=reason))
-    if lacking and asked is None:
+    if lacking and option is None:
         logger.warning(
             "the KV connector %s does not subclass SupportsHMA: the hybrid KV-cache "
             "manager is off, all layers share one block table",
             connector,
         )
-    scheduler_config.disable_hybrid_kv_cache_manager = bool(lacking) if asked is None else asked
+    scheduler_config.disable_hybrid_kv_cache_manager = bool(lacking) if option is None else option
 
 
 def _declared(transfer: KVTransferConfig) -> ConnectorCapabilities:
@@ -90,7 +90,7 @@ def _declared(transfer: KVTransferConfig) -> ConnectorCapabilities:
 
 
 def _check_connector(config: VllmConfig) -> None:
-    """Refuse a connector that waits for calls that never come."""
+    """Refuse a connector that needs calls this engine never makes, or cannot keep a row field."""
     transfer = config.connector_config
     if transfer is None:
         return
@@ -102,45 +102,45 @@ def _check_connector(config: VllmConfig) -> None:
         )
     if config.speculative_config is None or is_unset(config.model_config):
         return
-    for one in config.model_config.row_field_classes:
-        if not {one.name, *ALL_FIELDS} & capabilities.keeps:
+    for row_field in config.model_config.row_field_classes:
+        if not {row_field.name, *ALL_FIELDS} & capabilities.keeps:
             raise ValueError(
-                f"{config.model_config.option_of(one)}, but the KV connector "
-                f"{transfer.kv_connector!r} keeps no {one.name} beside hidden states; use "
+                f"{config.model_config.option_of(row_field)}, but the KV connector "
+                f"{transfer.kv_connector!r} keeps no {row_field.name} beside hidden states; use "
                 "ExampleHiddenStatesConnector, or leave the option out"
             )
 
 
 def settle_kv_cache_layout(config: VllmConfig) -> None:
-    """Decide how keys and values lie: as asked, as the connector requires, or token by token.
+    """Choose the layout of keys and values: the option's, the connector's, or token by token.
 
-    Fills ``cache_config.kv_cache_layout``. ValueError: they contradict each other.
+    Sets ``cache_config.kv_cache_layout``. ValueError: option and connector contradict each other.
     """
-    asked, transfer, required = config.cache_config.kv_cache_layout, config.connector_config, None
+    option, transfer, required = config.cache_config.kv_cache_layout, config.connector_config, None
     if transfer is not None:
         required = find_connector_class(transfer).get_required_kvcache_layout(config)
         known = get_args(KVCacheLayout)
         if required not in (None, *known):
             raise ValueError(
                 f"kv_connector={transfer.kv_connector!r} requires the KV-cache layout "
-                f"{required!r}; attention caches here lie as one of {', '.join(known)}"
+                f"{required!r}; this engine supports {', '.join(known)}"
             )
-        if asked is not None and required not in (None, asked):
+        if option is not None and required not in (None, option):
             raise ValueError(
-                f"kv_cache_layout={asked!r}, but kv_connector={transfer.kv_connector!r} requires "
+                f"kv_cache_layout={option!r}, but kv_connector={transfer.kv_connector!r} requires "
                 f"{required!r}; leave the option out"
             )
-    config.cache_config.kv_cache_layout = asked or cast("KVCacheLayout | None", required) or "NHD"
+    config.cache_config.kv_cache_layout = option or cast("KVCacheLayout | None", required) or "NHD"
 
 
 def connectors_without_hma(kv_transfer_config: KVTransferConfig) -> tuple[str, ...]:
-    """The connectors that cannot handle several groups of layers, by their class."""
+    """Class names of the connectors that cannot handle several groups of layers."""
     is_named = kv_transfer_config.is_kv_transfer_instance
     return _declared(kv_transfer_config).lacks_hma if is_named else ()
 
 
 def needs_eager_steps(kv_transfer_config: KVTransferConfig | None) -> bool:
-    """Whether the connector's hooks have to be called inside of every forward pass."""
+    """Return whether the connector's hooks have to be called inside every forward pass."""
     if kv_transfer_config is None or not kv_transfer_config.is_kv_transfer_instance:
         return False
     return _declared(kv_transfer_config).needs_eager_steps
@@ -153,5 +153,5 @@ def _name_of(kv_transfer_config: KVTransferConfig | None, lacking: tuple[str, ..
 
 
 def connector_supports_hma(kv_transfer_config: KVTransferConfig) -> bool:
-    """Whether the connector can handle several groups of layers; true without a connector."""
+    """Return whether the connector can handle several groups of layers; True if there is none."""
     return not connectors_without_hma(kv_transfer_config)

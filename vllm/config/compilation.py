@@ -1,4 +1,4 @@
-"""CompilationConfig: what is known about the built model."""
+"""CompilationConfig: the layers of the built model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from vllm.utils.checked import config
 
 @config()
 class CompilationConfig:
-    """Holds the layers that keep state, by name; the models fill it while they are built."""
+    """Holds the layers that keep state, by name; a model fills it while it is built."""
 
     static_forward_context: dict[str, Any] = field(default_factory=dict)
     """Layer name -> layer, in the order of construction."""

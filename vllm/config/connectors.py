@@ -1,4 +1,4 @@
-"""KV connectors by name: the class that an option means, imported when it is first asked for."""
+"""KV connectors by name; their classes are imported on first use."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Location(NamedTuple):
-    """Where a class is."""
+    """The module and the name of a class."""
 
     module_path: str
     class_name: str
@@ -39,7 +39,7 @@ REGISTERED = {
 def register_connector(name: str, module_path: str, class_name: str) -> None:
     """Make ``class_name`` of ``module_path`` available as ``kv_connector=name``.
 
-    Raises ValueError when the name stands for another class already.
+    Raises ValueError if the name already stands for another class.
     """
     location = Location(module_path, class_name)
     known = REGISTERED.setdefault(name, location)
@@ -53,7 +53,7 @@ def register_connector(name: str, module_path: str, class_name: str) -> None:
 def find_connector_class(kv_transfer_config: KVTransferConfig) -> type[KVConnectorBase_V1]:
     """The class that ``kv_connector`` (and ``kv_connector_module_path``) names.
 
-    Raises ValueError when there is none.
+    Raises ValueError if there is none.
     """
     name = kv_transfer_config.kv_connector
     if not name:
@@ -65,14 +65,14 @@ def find_connector_class(kv_transfer_config: KVTransferConfig) -> type[KVConnect
     if location is None:
         raise ValueError(
             f"kv_connector={name!r} is not known{did_you_mean(name, REGISTERED)}; "
-            f"available: {_listed(REGISTERED)}; for a connector of your own set "
+            f"available: {_listed(REGISTERED)}; for your own connector, set "
             "kv_connector_module_path to the module that defines it"
         )
     return _import_connector(location)
 
 
 def offloading_connector(cache_config: CacheConfig) -> KVTransferConfig | None:
-    """The connector that ``kv_offloading_size`` asks for, None when nothing is offloaded."""
+    """The connector that ``kv_offloading_size`` asks for; None if nothing is offloaded."""
     size_gib, backend = cache_config.kv_offloading_size, cache_config.kv_offloading_backend
     if size_gib is None:
         return None

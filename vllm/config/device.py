@@ -1,4 +1,4 @@
-"""DeviceConfig: what the engine runs on."""
+"""DeviceConfig: the device that the engine runs on."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from vllm.utils.checked import config
 
 @config()
 class DeviceConfig:
-    """The device asked for, and the platform that answers for it."""
+    """The device that the engine runs on, and its platform."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Device the model runs on. "auto": CUDA where there is one, else the CPU."""
+    """Device that the model runs on. "auto": a CUDA device if there is one, else the CPU."""
 
     @cached_property
     def platform(self) -> Platform:

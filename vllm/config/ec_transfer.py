@@ -1,4 +1,4 @@
-"""ECTransferConfig: upstream's option for encoder caches, of which this engine has none."""
+"""ECTransferConfig: upstream's option for encoder caches, which this engine does not have."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ ECRole = Literal["ec_producer", "ec_consumer", "ec_both"]
 
 @config("ec_transfer_config")
 class ECTransferConfig:
-    """What moves the outputs of vision encoders: models run text only, so it names no connector."""
+    """A connector for outputs of vision encoders. Models run text only, so it must be None."""
 
     ec_connector: str | None = None
-    """Name of the connector: only None."""
+    """Name of the connector; only None is supported."""
     ec_role: ECRole | None = None
-    """Whether outputs are saved, loaded, or both."""
+    """Role: saves outputs (producer), loads them (consumer), or both."""
     ec_connector_extra_config: dict[str, Any] = field(default_factory=dict)
     """Options of the connector."""
     ec_connector_module_path: str | None = None
@@ -32,11 +32,11 @@ class ECTransferConfig:
 
     @property
     def is_ec_transfer_instance(self) -> bool:
-        """Whether there is a connector."""
+        """Always False: there is no connector."""
         return False
 
     is_ec_producer = is_ec_consumer = is_ec_transfer_instance
 
     def get_from_extra_config(self, key: str, default: Any) -> Any:
-        """The connector's own option ``key``, ``default`` when it was not given."""
+        """The connector's own option ``key``; ``default`` if it was not given."""
         return self.ec_connector_extra_config.get(key, default)

@@ -1,7 +1,7 @@
 """The one list of what computed values depend on besides the tokens of their prompt.
 
-Whatever keeps values beyond the life of an engine (shared prefixes, datasets that are continued)
-compares this list. What differs between the requests of one engine is in the hashes of their
+Code that keeps values longer than an engine lives (shared prefixes, datasets that are resumed)
+compares this list. Differences between requests of one engine are in the hashes of their
 prefixes (``v1/core/prefix_hash.py``).
 """
 
@@ -29,16 +29,16 @@ if TYPE_CHECKING:
     from vllm.config.vllm import VllmConfig
 
 _WHERE_READ = ("_name_or_path", "transformers_version", "_commit_hash")
-"""Entries of a config that say where it comes from."""
+"""Entries of a config that record where it was read from."""
 _WITHOUT_CODE = ("vllm", "torch", "builtins")
-"""Packages whose code the version of this one stands for."""
+"""Packages whose code is not digested, because the version of this package stands for it."""
 
 
 def value_identity(vllm_config: VllmConfig, kernels: str) -> dict[str, Any]:
     """Everything that values depend on, by name; equal identities mean equal bits.
 
-    kernels: what computes, from ``vllm.ops.sources.kernels_of``. Entries that do not apply to this
-    engine are left out. The code of a class that has no source file is never the same twice.
+    kernels: the kernels in words, from ``vllm.ops.sources.kernels_of``. Entries that do not apply
+    to this engine are left out. A class without a source file never has the same identity twice.
     """
     model = vllm_config.model_config
     identity = {
@@ -68,7 +68,7 @@ def _config(model: ModelConfig) -> dict[str, Any]:
 
 
 def _weights(vllm_config: VllmConfig) -> dict[str, Any]:
-    """By content where the files are here; a hub id by its commit; dummy ones by their seed."""
+    """Identify local files by content, a hub id by its commit, and dummy weights by their seed."""
     model = vllm_config.model_config
     if vllm_config.load_config.load_format == "dummy":
         return {"seed": model.seed}
@@ -80,7 +80,7 @@ def _weights(vllm_config: VllmConfig) -> dict[str, Any]:
 
 
 def _model_classes(model: ModelConfig) -> dict[str, dict[str, str]]:
-    """Classes from elsewhere, by the architecture that they run."""
+    """Registered and overriding model classes, by the architecture that they run."""
     found = {}
     for name in model.architectures:
         target = model.model_class_overrides.get(name) or ModelRegistry.registered(name)
@@ -94,7 +94,7 @@ def _model_classes(model: ModelConfig) -> dict[str, dict[str, str]]:
 
 
 def _code_of(model_class: type) -> str:
-    """A digest of the files that a class and those above it are written in."""
+    """A digest of the source files of a class and its bases."""
     files = set()
     for one in model_class.__mro__:
         if one.__module__.partition(".")[0] in _WITHOUT_CODE:
@@ -107,7 +107,7 @@ def _code_of(model_class: type) -> str:
 
 
 def _remote_code(model: ModelConfig) -> str | None:
-    """Python files that come with the checkpoint, where they may run."""
+    """A digest or the revision of the checkpoint's own Python code; None if it may not run."""
     if not model.trust_remote_code or not _config(model).get("auto_map"):
         return None
     folder = Path(model.model).expanduser()
@@ -117,7 +117,7 @@ def _remote_code(model: ModelConfig) -> str | None:
 
 
 def _transformers_version(model: ModelConfig) -> str | None:
-    """Whose module computes, where it is not a class of this package."""
+    """The version of transformers if its module computes, not a class of this package."""
     is_ours = ModelRegistry.find_model_cls(model.architectures) is not None
     if is_ours and model.model_impl != "transformers":
         return None

@@ -1,4 +1,4 @@
-"""KVEventsConfig: what enters and leaves the prefix cache, told to others."""
+"""KVEventsConfig: publishing what enters and leaves the prefix cache."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from vllm.utils.checked import UNSET, Fillable, config, is_unset
 
 @config("kv_events_config")
 class KVEventsConfig:
-    """Where cache events go (BlockStored, BlockRemoved, AllBlocksCleared)."""
+    """Publishing of cache events (BlockStored, BlockRemoved, AllBlocksCleared)."""
 
     enable_kv_cache_events: bool = False
-    """Note what enters and leaves the prefix cache, and publish it."""
+    """Record what enters and leaves the prefix cache, and publish it."""
     publisher: Annotated[Literal["null", "zmq"], Fillable] = UNSET
-    """"zmq" where events are enabled, else "null". With "null" they go to ``on_kv_cache_events`` of
-    the engine only."""
+    """Default: "zmq" if events are enabled, else "null". With "null" they only go to
+    ``on_kv_cache_events`` of the engine."""
     endpoint: str = "tcp://*:5557"
-    """Address on which they are published."""
+    """Address on which events are published."""
     replay_endpoint: str | None = None
-    """Address at which batches that were missed can be asked for."""
+    """Address at which missed batches can be requested."""
     buffer_steps: int = 10_000
-    """Batches that can be asked for again."""
+    """Number of batches that can be requested again."""
     hwm: int = 100_000
-    """Batches that wait for a slow consumer; what is more is lost to it."""
+    """Most batches that wait for a slow consumer, which misses the rest."""
     max_queue_size: int = 100_000
-    """Batches that wait to be published; then the engine waits."""
+    """Most batches that wait to be published; beyond that the engine waits."""
     topic: str = ""
-    """Topic under which they are published."""
+    """Topic under which events are published."""
 
     def __post_init__(self) -> None:
         if is_unset(self.publisher):

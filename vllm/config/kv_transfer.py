@@ -15,22 +15,22 @@ KVRole = Literal["kv_producer", "kv_consumer", "kv_both"]
 
 @config("kv_transfer_config")
 class KVTransferConfig:
-    """Which connector, its role, and the options it reads itself."""
+    """The KV connector, its role, and the options that it reads itself."""
 
     kv_connector: str | None = None
     """Name of the connector: a registered one, or a class in kv_connector_module_path."""
     kv_role: KVRole | None = None
-    """Whether blocks are saved (producer), loaded (consumer), or both."""
+    """Role of this engine: saves blocks (producer), loads them (consumer), or both."""
     kv_connector_extra_config: dict[str, Any] = field(default_factory=dict)
     """Options of the connector, as it documents them."""
     kv_connector_module_path: str | None = None
     """Python module to import the connector class from."""
     engine_id: Annotated[str, Fillable] = UNSET
-    """Name of this engine among those that exchange blocks. None: a random one."""
+    """Name of this engine among those that exchange blocks. Default: a random one."""
     kv_rank: int | None = None
     """Number of this engine among those that exchange blocks."""
     kv_parallel_size: Annotated[int, Field(ge=1)] = 1
-    """Engines that exchange blocks."""
+    """Number of engines that exchange blocks."""
     kv_buffer_size: float = 1e9
     """Bytes of a connector's transfer buffer."""
     kv_buffer_device: str = "cpu"
@@ -42,10 +42,10 @@ class KVTransferConfig:
     enable_permute_local_kv: bool = False
     """Let the connector change the order of dimensions while it copies."""
     kv_load_failure_policy: Literal["recompute", "fail"] = "fail"
-    """What a request does when blocks that were to be loaded do not come."""
+    """Reaction to blocks that could not be loaded: compute them, or fail the request."""
     kv_timeout_seconds: Annotated[float, Field(gt=0)] | None = None
-    """Seconds that a call of the connector (once the engine runs), a load in the background, or a
-    reply that waits for the connector may take: then it failed. None: no limit."""
+    """Seconds after which a call of the connector (once the engine runs), a load in the background
+    or a reply that waits for the connector has failed. Default: no limit."""
 
     def __post_init__(self) -> None:
         if is_unset(self.engine_id):
@@ -63,7 +63,7 @@ class KVTransferConfig:
 
     @property
     def is_kv_transfer_instance(self) -> bool:
-        """Whether there is a connector at all."""
+        """True if there is a connector."""
         return self.kv_connector is not None
 
     @property
@@ -75,5 +75,5 @@ class KVTransferConfig:
         return self.kv_role in ("kv_consumer", "kv_both")
 
     def get_from_extra_config(self, key: str, default: Any) -> Any:
-        """The connector's own option ``key``, ``default`` when it was not given."""
+        """The connector's own option ``key``; ``default`` if it was not given."""
         return self.kv_connector_extra_config.get(key, default)

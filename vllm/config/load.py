@@ -1,4 +1,4 @@
-"""LoadConfig: where weights come from."""
+"""LoadConfig: the source of the weights."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from vllm.utils.checked import config
 
 @config()
 class LoadConfig:
-    """How the checkpoint is found and read."""
+    """Finding and reading the checkpoint."""
 
     load_format: Literal["auto", "safetensors", "pt", "dummy"] = "auto"
-    """"safetensors" and "pt" (pytorch_model.bin) read the checkpoint, "auto" its safetensors where
-    it has any, "dummy" makes random weights."""
+    """Files to read: "safetensors"; "pt" (pytorch_model.bin); "auto": safetensors if the checkpoint
+    has any, else pt. "dummy": none, random weights are made."""
     download_dir: str | None = None
-    """Folder for downloads from the hub. None: the hub's own cache."""
+    """Folder for downloads from the hub. Default: the hub's own cache."""
     ignore_patterns: list[str] | str | None = None
     """Files that are not downloaded, as shell patterns."""
     use_tqdm_on_load: bool = True
-    """Show progress while loading."""
+    """Show a progress bar while loading."""

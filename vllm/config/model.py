@@ -1,4 +1,4 @@
-"""ModelConfig: which model, in which dtype, for how many tokens."""
+"""ModelConfig: the model, its dtype and its longest request."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _SAMPLING_DEFAULTS = {
 
 
 def _parse_dtype(value: object) -> object:
-    """None for "auto", the dtype for its name; anything else as it is."""
+    """Return None for "auto", the dtype for its name, and anything else unchanged."""
     if not isinstance(value, str):
         return value
     name = value.removeprefix("torch.")
@@ -54,12 +54,12 @@ def _parse_dtype(value: object) -> object:
 
 
 def _of_modelopt(content: dict[str, Any]) -> dict[str, Any]:
-    """Settings out of a file of ModelOpt, or of what was copied from it into config.json."""
+    """Return the settings of a ModelOpt file, or of its copy in config.json."""
     found = content.get("quantization")
     if not isinstance(found, dict):
         raise ValueError(
             f"hf_quant_config.json: quantization={found!r} has to map names to settings; "
-            "write it again with ModelOpt, or take the file away if no weight is quantised"
+            "write it again with ModelOpt, or remove the file if no weight is quantised"
         )
     return {"quant_method": "modelopt", **found}
 
@@ -68,37 +68,38 @@ def _of_modelopt(content: dict[str, Any]) -> dict[str, Any]:
 class ModelConfig:
     """The model and what its files say about it.
 
-    Once made, ``tokenizer``, ``dtype`` and ``max_model_len`` always have a value.
+    ``tokenizer``, ``dtype`` and ``max_model_len`` of an object always have a value.
     """
 
     model: str
     """Checkpoint: a local folder, or an id on the Hugging Face hub."""
     tokenizer: Annotated[str, Fillable] = UNSET
-    """Where the tokenizer is. None: with the model."""
+    """Folder or hub id of the tokenizer. Default: the model's."""
     tokenizer_mode: Literal["auto"] = "auto"
-    """How the tokenizer is loaded."""
+    """Way of loading the tokenizer."""
     skip_tokenizer_init: bool = False
     """Load no tokenizer: prompts are token ids, outputs have no text."""
     trust_remote_code: bool = False
     """Run Python code that comes with the checkpoint."""
     model_impl: Literal["auto", "vllm", "transformers"] = "auto"
-    """Who computes: "vllm": a class of this engine; "transformers": transformers' own module on
-    this engine's pool; "auto": a class of this engine where there is one."""
+    """Implementation of the model: "vllm" is a class of this engine, "transformers" is
+    transformers' own module on this engine's pool, "auto" is a class of this engine if there is
+    one, else transformers' module."""
     dtype: Annotated[
         torch.dtype, Fillable, BeforeValidator(_parse_dtype), Field(validate_default=True)
     ] = AUTO_DTYPE
     """Dtype of weights and activations. "auto": exactly the checkpoint's, float32 included."""
     quantization: str | None = None
     """Quantise linear layers and experts of a float checkpoint while it loads: fp8, int8 or int4.
-    Of a quantised checkpoint its own quant_method may be given."""
+    For a quantised checkpoint only its own quant_method is accepted."""
     head_quantization: Literal["fp8", "int8", "int4"] | None = None
-    """Quantise the LM head too, and the embedding that is tied to it, as quantization does linear
-    layers; of quantised checkpoints too. None: they stay as the checkpoint has them."""
+    """Quantise the LM head, and the embedding tied to it, as quantization does linear layers; also
+    in quantised checkpoints. Default: they stay as the checkpoint has them."""
     activation_quantization: Literal["as_served"] | None = None
-    """as_served: round the inputs of quantised layers to 8 bits, as the kernels do that serve the
-    checkpoint. None: activations stay in the model's dtype."""
+    """as_served: round the inputs of quantised layers to 8 bits, as the kernels that serve the
+    checkpoint do. Default: activations stay in the model's dtype."""
     seed: Annotated[int, at_least(0)] = 0
-    """Seed of dummy weights and of sampling without a seed of its own."""
+    """Seed of dummy weights, and of requests that sample without a seed."""
     revision: str | None = None
     """Version of the model on the hub: branch, tag or commit."""
     code_revision: str | None = None
@@ -106,41 +107,41 @@ class ModelConfig:
     tokenizer_revision: str | None = None
     """Version of the tokenizer on the hub."""
     max_model_len: Annotated[int, Fillable] = UNSET
-    """Most tokens of a request, prompt and output. None: what the model was made for.
+    """Most tokens of a request, prompt and output. Default: as many as the model was made for.
     -1: as many of those as fit in memory."""
     enforce_eager: bool = False
-    """Never repeat recorded decode steps (CUDA graphs)."""
+    """Never replay recorded decode steps (CUDA graphs)."""
     served_model_name: Annotated[
         list[str] | str | None,
-        require(lambda given: given is None or (given and all(given)), "use no empty name"),
+        require(lambda names: names is None or (names and all(names)), "use no empty name"),
     ] = None
-    """Name, or names, of the model in the HTTP API. None: as given in model."""
+    """Name, or names, of the model in the HTTP API. Default: as given in model."""
     hf_overrides: dict[str, Any] | Callable[[Any], Any] = field(default_factory=dict)
     """Entries of config.json to replace, or a function from config to config."""
     model_class_overrides: dict[str, str] = field(default_factory=dict)
-    """Classes of models by architecture, as "module:Class", in the place of those that are
-    registered; imported where the model is built."""
+    """Model classes by architecture, as "module:Class", instead of the registered ones; imported
+    when the model is built."""
     hf_token: bool | str | None = None
     """Token for the hub; True: the one stored on this machine."""
     max_logprobs: Annotated[int, Field(ge=-1)] = 20
     """Most logprobs a request may ask for; -1: no limit."""
     enable_prompt_embeds: bool = False
-    """Take prompts as embeddings, {"prompt_embeds": tensor [tokens, hidden]}; over HTTP, in
-    /v1/completions. Only for clients that may be trusted with what reaches the model."""
+    """Accept prompts as embeddings, {"prompt_embeds": tensor [tokens, hidden]}; over HTTP, in
+    /v1/completions. Only for clients whom you trust with the input of the model."""
     expert_trace: bool = False
-    """Hand out, beside hidden states, which experts every layer with a mixture routed each token
-    to, and their weights; all layers run then."""
+    """Return, beside hidden states, the experts to which each mixture layer routed each token, and
+    their weights; all layers then run."""
     row_fields: list[str] = field(default_factory=list)
-    """Keep more of each token beside its hidden states: fields of your own as "module:Class"
-    (docs/design.md), imported where the model is built."""
+    """Keep more of each token beside its hidden states: your own fields, as "module:Class"
+    (docs/design.md), imported when the model is built."""
     generation_config: str = "auto"
     """Folder of generation_config.json, whose values become sampling defaults.
     "auto": the model's. "vllm": none."""
     disable_sliding_window: bool = False
-    """Use no sliding window, and no more tokens than it holds."""
+    """Use no sliding window, and no more tokens per request than the window holds."""
 
     auto_fit_max_model_len: bool = field(default=False, init=False)
-    """Whether max_model_len was given as -1; the engine then lowers it to what fits."""
+    """True if max_model_len was given as -1; the engine then lowers it to what fits."""
 
     def __post_init__(self) -> None:
         if is_unset(self.tokenizer):
@@ -153,7 +154,7 @@ class ModelConfig:
             )
         self._resolve_max_model_len()
         self._check_quantization()
-        _ = self.row_field_classes  # a wrong name is told now
+        _ = self.row_field_classes  # raises now if a name is wrong
 
     @cached_property
     def hf_config(self) -> PretrainedConfig:
@@ -169,20 +170,20 @@ class ModelConfig:
 
     @cached_property
     def hf_text_config(self) -> PretrainedConfig:
-        """The config of the language model; ``hf_config`` itself when there is nothing else."""
+        """The config of the language model; ``hf_config`` itself if it holds no other config."""
         text_config = self.hf_config.get_text_config(decoder=True)
         model_facts.check_sizes(text_config)
         return text_config
 
     @cached_property
     def quantization_config(self) -> dict[str, Any] | None:
-        """How the checkpoint says that its weights are stored; None: in floating point."""
+        """The checkpoint's settings for its quantised weights; None: they are in floating point."""
         for source in (self.hf_config, self.hf_text_config):
             found = model_facts.config_value(source, ("quantization_config", "compression_config"))
             if found is not None:
                 settings = dict(found if isinstance(found, dict) else found.to_dict())
                 return _of_modelopt(settings) if "quantization" in settings else settings
-        # ModelOpt before it wrote into config.json.
+        # Earlier releases of ModelOpt wrote a separate file.
         content = load_json_file(
             self.model, "hf_quant_config.json", revision=self.revision, hf_token=self.hf_token
         )
@@ -190,12 +191,12 @@ class ModelConfig:
 
     @property
     def quantise_at_load(self) -> str | None:
-        """How linear layers are quantised while they load; None: they stay as they are."""
+        """Format to which linear layers are quantised while they load; None: they are not."""
         return None if self.quantization_config is not None else self.quantization
 
     @property
     def computed_otherwise(self) -> dict[str, str]:
-        """Options that are given and change what is computed of the same files and config."""
+        """The given options that change the values computed from the same files and config."""
         options = {
             "quantization": self.quantise_at_load,
             "head_quantization": self.head_quantization,
@@ -206,9 +207,9 @@ class ModelConfig:
 
     @cached_property
     def row_field_classes(self) -> tuple[type[RowField], ...]:
-        """What is kept of each token beside its hidden states."""
-        asked = [name for option, name in BUILT_IN.items() if getattr(self, option)]
-        return find_fields([*asked, *self.row_fields])
+        """The fields kept of each token beside its hidden states."""
+        built_in = [name for option, name in BUILT_IN.items() if getattr(self, option)]
+        return find_fields([*built_in, *self.row_fields])
 
     def option_of(self, row_field: type[RowField]) -> str:
         """The option, with its value, that asks for a field."""
@@ -217,11 +218,11 @@ class ModelConfig:
         return f"{option}={getattr(self, option)}"
 
     def check_means(self) -> None:
-        """ValueError: something is kept of tokens that has no mean."""
-        for one in self.row_field_classes:
+        """Raise ValueError if a field is kept beside hidden states: fields have no mean."""
+        for row_field in self.row_field_classes:
             raise ValueError(
-                f"pooling='mean' with {self.option_of(one)}: there is no mean of {one.name}; use "
-                "'none' or 'last', or leave the option out"
+                f"pooling='mean' with {self.option_of(row_field)}: there is no mean of "
+                f"{row_field.name}; use 'none' or 'last', or leave the option out"
             )
 
     def _check_quantization(self) -> None:
@@ -263,7 +264,7 @@ class ModelConfig:
         return {key: value for key, value in (content or {}).items() if value is not None}
 
     def try_get_generation_config(self) -> dict[str, Any]:
-        """Entries of generation_config.json; empty when there is none or it is switched off."""
+        """Entries of generation_config.json; empty if there is none or it is switched off."""
         return dict(self._generation_config)
 
     def get_diff_sampling_param(self) -> dict[str, Any]:
@@ -283,7 +284,7 @@ class ModelConfig:
         return tuple(dict.fromkeys(ids))
 
     def _checkpoint_dtype(self) -> torch.dtype:
-        """What config.json says, else what the weights are; else float32."""
+        """The dtype that config.json states, else that of the weights, else float32."""
         for source in (self.hf_text_config, self.hf_config):
             dtype = model_facts.config_value(source, ("dtype",))
             if dtype is not None:
@@ -292,7 +293,7 @@ class ModelConfig:
                 return parsed
         stored = stored_dtype(self.model)
         if stored is None:
-            logger.warning("%s does not say its dtype: float32 is used", self.model)
+            logger.warning("%s does not state its dtype: float32 is used", self.model)
         return stored or torch.float32
 
     def _resolve_max_model_len(self) -> None:
@@ -301,7 +302,7 @@ class ModelConfig:
             self.auto_fit_max_model_len = self.max_model_len == AUTO_FIT_MAX_MODEL_LEN
             if limit is None:
                 logger.warning(
-                    "%s states no longest sequence: max_model_len=%d is used",
+                    "%s states no maximum length: max_model_len=%d is used",
                     self.model,
                     _LENGTH_WITHOUT_LIMIT,
                 )
@@ -327,8 +328,8 @@ class ModelConfig:
 
     @cached_property
     def longrope_limit(self) -> int | None:
-        """The longest sequence that is rotated by longrope's factors for short ones; None: the
-        model's rotation knows no lengths."""
+        """Longest sequence that longrope rotates by its factors for short ones; None: the model's
+        rotation does not depend on the length."""
         return model_facts.longrope_limit(self.hf_text_config)
 
     @property
@@ -344,8 +345,8 @@ class ModelConfig:
 
     @property
     def ties_word_embeddings(self) -> bool:
-        """Whether the LM head is the embeddings; a multimodal config decides for its text model,
-        where it says anything."""
+        """True if the LM head is the embeddings. If a multimodal config states it, that decides
+        for its text model."""
         outer = model_facts.config_value(self.hf_config, ("tie_word_embeddings",))
         return bool(self._stated("tie_word_embeddings") if outer is None else outer)
 
@@ -353,12 +354,12 @@ class ModelConfig:
         return self._size("hidden_size")
 
     def get_num_streams(self) -> int:
-        """Residual streams that a layer hands on of each token: one, but in a few models."""
+        """Residual streams that a layer hands on for each token: one, except in a few models."""
         return int(self._stated(*model_facts.STREAMS_NAMES) or 1)
 
     def get_row_size(self) -> int:
-        """Numbers of a row: the residual stream of a token at a boundary between layers; of several
-        streams, one after another."""
+        """Elements of a row: the residual stream of a token at a boundary between layers; several
+        streams lie one after another."""
         return self.get_num_streams() * self.get_hidden_size()
 
     def get_vocab_size(self) -> int:
@@ -371,7 +372,7 @@ class ModelConfig:
         return self.get_hidden_size() // self._size("num_attention_heads")
 
     def get_sliding_window(self) -> int | None:
-        """Tokens of the sliding window, None when the model has none."""
+        """Tokens of the sliding window; None if the model has none."""
         window = self._stated("sliding_window")
         is_off = self._stated("use_sliding_window") is False
         return None if window is None or is_off else int(window)
@@ -401,22 +402,22 @@ class ModelConfig:
 
     @property
     def use_mla(self) -> bool:
-        """Whether the model keeps one latent vector a token in the place of keys and values."""
+        """True if the model keeps one latent vector per token instead of keys and values."""
         return bool(self._stated("kv_lora_rank"))
 
     @property
     def _layer_kinds(self) -> frozenset[str]:
-        """As the config calls them; empty when it does not tell them apart."""
+        """Kinds of layers, as the config names them; empty if it does not name any."""
         return frozenset(self._stated(*model_facts.LAYER_KINDS_NAMES) or ())
 
     @property
     def is_hybrid(self) -> bool:
-        """Whether some layer keeps a recurrent state."""
+        """True if some layer keeps a recurrent state."""
         return not model_facts.RECURRENT_KINDS.isdisjoint(self._layer_kinds)
 
     @property
     def has_mixed_attention(self) -> bool:
-        """Whether sliding-window and full attention layers stand side by side."""
+        """True if the model has both sliding-window and full attention layers."""
         kinds = self._layer_kinds
         slides = not self.disable_sliding_window and kinds & model_facts.SLIDING_KINDS
         return bool(slides and kinds & model_facts.FULL_KINDS)

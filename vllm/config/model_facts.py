@@ -27,13 +27,13 @@ _LENGTH_NAMES = (
 LATENT_SIZE_NAMES = (
     "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
 )  # fmt: skip
-"""Of latent attention; other models may state 0."""
+"""Sizes of latent attention; other models may state 0."""
 _LAYERS_NAMES = {"longcat_flash": "num_layers", "xlstm": "num_blocks"}
-"""Where ``num_hidden_layers`` counts something else (LongCat's attentions, two a layer), or is a
-default that the config's own name overrides (xLSTM)."""
+"""Name of the number of layers, by model type, for configs whose ``num_hidden_layers`` counts
+something else (LongCat's attentions, two per layer) or is an overridden default (xLSTM)."""
 KV_HEADS_NAMES = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num")
 STREAMS_NAMES = ("altup_num_inputs", "hc_mult", "hc_count")
-"""Residual streams of a token that layers hand on beside each other."""
+"""Names of the number of residual streams per token that layers hand on."""
 LAYER_KINDS_NAMES = ("layer_types", "layers_block_type")
 RECURRENT_KINDS = frozenset({"linear_attention", "mamba", "mamba2", "recurrent", "hybrid", "conv"})
 SLIDING_KINDS = frozenset({"sliding_attention", "hybrid_sliding", "chunked_attention"})
@@ -41,18 +41,18 @@ FULL_KINDS = frozenset({"full_attention", "attention"})
 
 
 class LengthLimit(NamedTuple):
-    """The longest sequence a model was made for, and what says so."""
+    """The longest sequence that a model was made for, and the source of that number."""
 
     num_tokens: int
     source: str
 
 
 _ONE_A_LAYER = "AmbiguousGlobalPerLayerAttributeError"
-"""transformers' error, in releases that have configs whose layers have values of their own."""
+"""transformers' error for a value that each layer has for itself; only newer releases have it."""
 
 
 def config_value(config: object, names: tuple[str, ...]) -> Any:
-    """The first of ``names`` that the config has with a value, None when it has none."""
+    """The value of the first of ``names`` that the config states; None if it states none."""
     for name in names:
         value = _stated(config, name)
         if value is not None:
@@ -61,7 +61,7 @@ def config_value(config: object, names: tuple[str, ...]) -> Any:
 
 
 def _stated(config: PretrainedConfig, name: str) -> Any:
-    """The value of that name; None: there is none, or each layer has one of its own."""
+    """The value of ``name``; None if there is none, or if each layer has its own."""
     try:
         return getattr(config, name, None)
     except RuntimeError as error:
@@ -71,7 +71,7 @@ def _stated(config: PretrainedConfig, name: str) -> Any:
 
 
 def required_value(config: PretrainedConfig, names: tuple[str, ...]) -> Any:
-    """As :func:`config_value`; ValueError when the config has none of ``names``."""
+    """Like :func:`config_value`, but ValueError if the config has none of ``names``."""
     value = config_value(config, names)
     if value is None:
         raise ValueError(f"the model's config.json has no {' / '.join(names)}")
@@ -79,7 +79,7 @@ def required_value(config: PretrainedConfig, names: tuple[str, ...]) -> Any:
 
 
 def check_sizes(text_config: PretrainedConfig) -> None:
-    """ValueError: a size, or a number of something, that the config states cannot be one."""
+    """Raise ValueError if a size or a count that the config states is not a valid one."""
     for names, which, least in WHOLE_NUMBERS:
         check_whole(text_config, names, which, least)
 
@@ -87,7 +87,7 @@ def check_sizes(text_config: PretrainedConfig) -> None:
 def check_whole(
     text_config: PretrainedConfig, names: tuple[str, ...], which: str = "above 0", least: int = 1
 ) -> None:
-    """ValueError: what the config states under one of ``names`` is no such whole number."""
+    """Raise ValueError if the config states anything but such a whole number under ``names``."""
     for name in names:
         value = _stated(text_config, name)
         check_number(text_config.attribute_map.get(name, name), value, which, least)
@@ -113,17 +113,17 @@ def length_limit(text_config: PretrainedConfig) -> LengthLimit | None:
 
 
 def longrope_limit(text_config: PretrainedConfig) -> int | None:
-    """Tokens up to which longrope rotates a sequence by its factors for short ones, and beyond
-    which by those for long ones, all of it; None: the model has no longrope.
+    """Longest sequence that longrope rotates by its factors for short ones; None: no longrope.
 
-    ValueError: kinds of layers have limits of their own.
+    All tokens of a longer sequence are rotated by the factors for long ones. ValueError: kinds of
+    layers have different limits.
     """
     rope = config_value(text_config, ("rope_parameters",)) or {}
     is_by_kind = rope and all(isinstance(value, Mapping) for value in rope.values())
     limits = set()
-    for one in rope.values() if is_by_kind else (rope,):
-        if one.get("rope_type", one.get("type")) == "longrope":
-            limit = one.get("original_max_position_embeddings")
+    for scaling in rope.values() if is_by_kind else (rope,):
+        if scaling.get("rope_type", scaling.get("type")) == "longrope":
+            limit = scaling.get("original_max_position_embeddings")
             limits.add(int(limit or required_value(text_config, ("max_position_embeddings",))))
     if len(limits) > 1:
         raise ValueError(
@@ -136,7 +136,7 @@ def longrope_limit(text_config: PretrainedConfig) -> int | None:
 def _stretched(limit: LengthLimit, rope: dict[str, Any] | None) -> LengthLimit:
     """``limit`` times the factor of rotary scalings whose config states the unscaled length.
 
-    yarn: factor times ``original_max_position_embeddings``, or the stated length where that is
+    yarn: factor times ``original_max_position_embeddings``, or the stated length if that is
     longer; linear: factor times the stated length; llama3, and one scaling per kind of layer:
     the stated length already is the scaled one.
     """

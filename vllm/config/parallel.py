@@ -1,4 +1,4 @@
-"""ParallelConfig: how the model is spread over processes."""
+"""ParallelConfig: the distribution of the model over processes."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ class ParallelConfig:
     """Sizes of the groups of ranks."""
 
     tensor_parallel_size: Annotated[int, Field(ge=1), Option(short_flag="-tp", supported=(1,))] = 1
-    """Ranks that share every layer."""
+    """Number of ranks that share every layer."""
     pipeline_parallel_size: Annotated[
         int, Field(ge=1), Option(short_flag="-pp", supported=(1,))
     ] = 1
-    """Stages, each with a part of the layers."""
+    """Number of stages, each with a part of the layers."""
     data_parallel_size: Annotated[int, Field(ge=1), ONE_ONLY] = 1
-    """Engines that serve side by side."""
+    """Number of engines that serve side by side."""
     decode_context_parallel_size: Annotated[int, Field(ge=1), ONE_ONLY] = 1
-    """Ranks over which the tokens of a sequence are spread while decoding."""
+    """Number of ranks over which the tokens of a sequence are spread while decoding."""
     prefill_context_parallel_size: Annotated[int, Field(ge=1), ONE_ONLY] = 1
-    """Ranks over which the tokens of a sequence are spread while prefilling."""
+    """Number of ranks over which the tokens of a sequence are spread while prefilling."""
     enable_expert_parallel: Annotated[bool, Option(supported=(False,))] = False
-    """Spread the experts of a layer over the ranks instead of cutting each."""
+    """Spread the experts of a layer over the ranks instead of splitting each expert."""
     distributed_executor_backend: Annotated[str | None, Option(supported=(None, "uni"))] = None
-    """How the workers are started. None: one worker in this process, "uni"."""
+    """Way of starting the workers. Default: "uni", one worker in this process."""
     rank: Annotated[int, Field(ge=0), DERIVED] = 0
     """This process's number among the ``world_size`` ranks of the engine."""
 
     @property
     def world_size(self) -> int:
-        """Ranks of one engine (data parallelism is a number of engines)."""
+        """Number of ranks of one engine (data parallelism means several engines)."""
         return (
             self.tensor_parallel_size
             * self.pipeline_parallel_size

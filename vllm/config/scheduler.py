@@ -1,4 +1,4 @@
-"""SchedulerConfig: how much runs in a step, and in which order."""
+"""SchedulerConfig: the size of a step, and the order of requests."""
 
 from __future__ import annotations
 
@@ -16,29 +16,27 @@ class SchedulerConfig:
     """Token budget, number of requests, policy."""
 
     max_num_batched_tokens: Annotated[int, Field(ge=1), Fillable] = UNSET
-    """Tokens of one step. None: the platform's (on a CPU 4096, 2048 of a server; on CUDA 8192, or
-    16384 where no server runs a model of hidden size 2048 or less), or max_model_len without
-    chunked prefill."""
+    """Most tokens of one step. Default on a CPU: 4096, or 2048 in a server. Default on CUDA: 8192,
+    or 16384 outside a server if the model's hidden size is at most 2048. Default without chunked
+    prefill: max_model_len, or 2048 if that is more."""
     max_num_seqs: Annotated[int, Field(ge=1)] = 256
-    """Requests that run at the same time."""
+    """Most requests that run at the same time."""
     enable_chunked_prefill: bool = True
     """Split a prompt that does not fit in the rest of a step."""
     long_prefill_token_threshold: Annotated[int, Field(ge=0)] = 0
-    """Most tokens of one prompt in a step; 0: no such limit."""
+    """Most tokens of one prompt in a step; 0: no limit."""
     policy: Annotated[Literal["fcfs", "priority"], Option("scheduling_policy")] = "fcfs"
-    """Order of the waiting requests: of arrival, or by priority (lower first)."""
-    disable_hybrid_kv_cache_manager: bool | None = None
-    """Give all layers one block table. None: only when the KV connector cannot do otherwise;
-    VllmConfig then fills in the answer."""
-    async_scheduling: bool | None = None
-    """Plan a step while the one before it runs. None: on devices that work beside the CPU;
-    VllmConfig then fills in the answer."""
+    """Order of the waiting requests: by arrival (fcfs), or by priority, lower first."""
+    disable_hybrid_kv_cache_manager: bool | None = None  # VllmConfig fills in the answer
+    """Give all layers one block table. Default: only if the KV connector cannot handle several."""
+    async_scheduling: bool | None = None  # VllmConfig fills in the answer
+    """Plan a step while the one before it runs. Default: on devices that work beside the CPU."""
     max_model_len: Annotated[int, Field(ge=1), DERIVED] = 8192
     """Copy of model_config.max_model_len."""
 
     @property
     def max_steps_under_way(self) -> int:
-        """Most steps that have started and not ended."""
+        """Most steps that have started but not ended."""
         return 2 if self.async_scheduling else 1
 
     @property

@@ -1,4 +1,4 @@
-"""SpeculativeConfig: hidden-state extraction, asked for where upstream asks for it."""
+"""SpeculativeConfig: hidden-state extraction, requested through the same option as upstream."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ LAYER_IDS_OPTION = f"speculative_config.draft_model_config.hf_config.{LAYER_IDS_
 
 
 def _as_object(value: object) -> object:
-    """A dict's entries as attributes; any other object as it is."""
+    """Turn a dict into an object with its entries as attributes; return any other object as is."""
     return SimpleNamespace(**value) if isinstance(value, Mapping) else value
 
 
 @config("speculative_config.draft_model_config")
 class DraftModelConfig:
-    """The "draft model" of an extraction: a config that names layers, no weights."""
+    """The "draft model" of an extraction: a config that names layers, without weights."""
 
     hf_config: Annotated[Any, BeforeValidator(_as_object)]
     """Object (or dict) whose ``eagle_aux_hidden_state_layer_ids`` are the layers to extract."""
@@ -50,15 +50,15 @@ class SpeculativeConfig:
     """``method="extract_hidden_states"`` with the layers to extract; it never drafts."""
 
     method: str | None = None
-    """"extract_hidden_states" is the only one."""
+    """Only "extract_hidden_states" is supported."""
     num_speculative_tokens: int = 1
-    """0 or 1; it makes no difference, nothing is drafted."""
+    """Must be 0 or 1, with the same effect: nothing is drafted."""
     draft_model_config: Annotated[
         DraftModelConfig | None, BeforeValidator(_as_draft_model_config)
     ] = None
     """Names the layers: ``{"hf_config": {"eagle_aux_hidden_state_layer_ids": [...]}}``."""
     model: str | None = None
-    """Extraction has no draft model: left out, or the name of the method."""
+    """Must be left out or be the name of the method: extraction has no draft model."""
 
     def __post_init__(self) -> None:
         if self.method != EXTRACT_HIDDEN_STATES:
@@ -80,7 +80,7 @@ class SpeculativeConfig:
 
     @property
     def hidden_state_layer_ids(self) -> tuple[int, ...]:
-        """Layers to extract, in the order asked, duplicates kept."""
+        """Layers to extract, in the order given, with duplicates."""
         assert self.draft_model_config is not None, "checked when the object was made"
         return tuple(map(int, getattr(self.draft_model_config.hf_config, LAYER_IDS_KEY)))
 
@@ -104,12 +104,12 @@ def _check_layer_ids(draft: DraftModelConfig | None) -> None:
 
 
 def _near_miss(hf_config: object) -> str:
-    """Words for an attribute that may be a misspelling of the one with the layer ids."""
+    """Part of a message that names an attribute whose name may be a misspelt LAYER_IDS_KEY."""
     try:
         names = list(vars(hf_config))
-    except TypeError:  # None, or what has no attributes of its own
+    except TypeError:  # None, or an object without a __dict__
         return ""
-    if LAYER_IDS_KEY in names:  # it is there, and None
+    if LAYER_IDS_KEY in names:  # present, but None
         return ""
     near = next((name for name in names if did_you_mean(name, [LAYER_IDS_KEY])), None)
     return f" (there is {near!r}: a misspelling?)" if near else ""

@@ -30,7 +30,7 @@ from vllm.utils.options import DERIVED
 LayerT = TypeVar("LayerT")
 
 LAYERS_OF_FULL_STEPS = 8
-"""Layers that a caller may get of every token of the largest step; of more, steps are shorter."""
+"""Layers that a caller may get for every token of the largest step; more make steps shorter."""
 
 
 @config()
@@ -59,20 +59,20 @@ class VllmConfig:
     kv_transfer_config: Annotated[KVTransferConfig | None, from_mapping(KVTransferConfig)] = None
     """KV connector: {"kv_connector": ..., "kv_role": ..., "kv_connector_extra_config": ...}."""
     ec_transfer_config: Annotated[ECTransferConfig | None, from_mapping(ECTransferConfig)] = None
-    """Encoder caches, which models that run text only do not have: names no connector."""
+    """Encoder caches: must name no connector, because models run text only."""
     kv_events_config: Annotated[KVEventsConfig | None, from_mapping(KVEventsConfig)] = None
-    """What enters and leaves the prefix cache, told to others: {"enable_kv_cache_events": true,
-    "endpoint": ...}. None: nobody is told."""
+    """Publish what enters and leaves the prefix cache: {"enable_kv_cache_events": true,
+    "endpoint": ...}. Default: nothing is published."""
     additional_config: dict[str, Any] = field(default_factory=dict)
-    """Options of out-of-tree parts."""
+    """Options for out-of-tree code."""
     compilation_config: Annotated[CompilationConfig, DERIVED] = field(
         default_factory=CompilationConfig
     )
     instance_id: Annotated[str, DERIVED] = field(default_factory=lambda: random_uuid()[:5])
-    """Tells engines on one machine apart, in logs and names of files."""
+    """Name that tells engines on one machine apart, in logs and file names."""
 
     def __post_init__(self) -> None:
-        # The connector first: whatever looks at it must see the final one.
+        # First, because all other checks must see the final connector.
         self._set_offloading_connector()
         settle_capabilities(self)
         self._check_layer_ids()
@@ -84,13 +84,13 @@ class VllmConfig:
 
     @cached_property
     def attention_backend(self) -> str:
-        """The attention kernels to use: those asked for, or the device's preferred ones."""
+        """The attention kernels to use: the requested ones, or the device's preferred ones."""
         platform = self.device_config.platform
         return platform.choose_attention_backend(self.attention_config.backend)
 
     @property
     def connector_config(self) -> KVTransferConfig | None:
-        """What names the KV connector; None: there is none."""
+        """``kv_transfer_config`` if it names a connector, else None."""
         transfer = self.kv_transfer_config
         return transfer if transfer is not None and transfer.is_kv_transfer_instance else None
 
@@ -98,7 +98,7 @@ class VllmConfig:
     def max_step_cells(self) -> int:
         """Most hidden states, one for each token and layer, that a step hands to callers.
 
-        At least all layers of the tokens that cannot be divided.
+        At least all layers of the smallest chunk of tokens that cannot be divided.
         """
         num_layers = self.model_config.get_total_num_hidden_layers() + 1
         return max(
@@ -107,7 +107,7 @@ class VllmConfig:
         )
 
     def set_max_model_len(self, max_model_len: int) -> None:
-        """Lower the longest request to what fits (``max_model_len=-1``)."""
+        """Lower the longest request to what fits in memory (``max_model_len=-1``)."""
         assert self.model_config.auto_fit_max_model_len, "only -1 leaves the length to us"
         self.model_config.max_model_len = max_model_len
         self.scheduler_config.max_model_len = max_model_len
@@ -116,18 +116,18 @@ class VllmConfig:
         connector = offloading_connector(self.cache_config)
         if connector is None:
             return
-        asked = self.kv_transfer_config
+        transfer = self.kv_transfer_config
         if (named := self.connector_config) is not None:
             raise ValueError(
                 f"kv_offloading_size={self.cache_config.kv_offloading_size} sets the KV connector "
                 f"{connector.kv_connector!r}, but kv_transfer_config names "
                 f"{named.kv_connector!r}; give only one of the two"
             )
-        if asked is not None:
-            connector.kv_load_failure_policy = asked.kv_load_failure_policy
-            connector.kv_timeout_seconds = asked.kv_timeout_seconds
+        if transfer is not None:
+            connector.kv_load_failure_policy = transfer.kv_load_failure_policy
+            connector.kv_timeout_seconds = transfer.kv_timeout_seconds
             own = connector.kv_connector_extra_config
-            connector.kv_connector_extra_config = asked.kv_connector_extra_config | own
+            connector.kv_connector_extra_config = transfer.kv_connector_extra_config | own
         self.kv_transfer_config = connector
 
     def _check_layer_ids(self) -> None:
@@ -151,7 +151,7 @@ _local = _Local()
 
 @contextmanager
 def set_current_vllm_config(vllm_config: VllmConfig) -> Iterator[VllmConfig]:
-    """Make ``vllm_config`` the one that layers built inside the block find, on this thread."""
+    """Make ``vllm_config`` the current one for layers built inside the block, on this thread."""
     previous, _local.vllm_config = _local.vllm_config, vllm_config
     try:
         yield vllm_config
@@ -167,14 +167,14 @@ def get_current_vllm_config() -> VllmConfig:
 
 
 def get_current_vllm_config_or_none() -> VllmConfig | None:
-    """As :func:`get_current_vllm_config`; None outside of :func:`set_current_vllm_config`."""
+    """The same configuration, or None outside of :func:`set_current_vllm_config`."""
     return _local.vllm_config
 
 
 def get_layers_from_vllm_config(
     vllm_config: VllmConfig, layer_type: type[LayerT], layer_names: list[str] | None = None
 ) -> dict[str, LayerT]:
-    """Layers of the built model that are a ``layer_type``, by name, of ``layer_names`` if given."""
+    """Instances of ``layer_type`` in the built model by name; if given, only ``layer_names``."""
     layers = vllm_config.compilation_config.static_forward_context
     names = layers if layer_names is None else layer_names
     unknown = [name for name in names if name not in layers]

@@ -17,11 +17,11 @@ from vllm.utils.text import unknown_key_message
 
 T = TypeVar("T")
 
-_ENGINE = Group("Engine", "What is extracted, where it goes, and the engine around it.")
+_ENGINE = Group("Engine", "Extraction, its destination, and options of the whole engine.")
 
 
 def _config_options(config_class: type[VllmConfig]) -> dict[str, list[FieldOption]]:
-    """By field of ``config_class`` the options of the config that it holds; under "" its own."""
+    """Options of the config that each field of ``config_class`` holds; its own options under ""."""
     parts, own = {}, []
     hints = get_type_hints(config_class)
     for option in options_of(config_class, _ENGINE):
@@ -34,7 +34,7 @@ def _config_options(config_class: type[VllmConfig]) -> dict[str, list[FieldOptio
 
 
 def dataclass_with_options_of(config_class: type[VllmConfig]) -> Callable[[type[T]], type[T]]:
-    """Class decorator: a dataclass with a field for each option of ``config_class``, too."""
+    """Class decorator: a dataclass that also has a field for each option of ``config_class``."""
 
     def decorate(cls: type[T]) -> type[T]:
         by_config = _config_options(config_class)
@@ -64,10 +64,10 @@ class EngineArgs:
     config_options: ClassVar[dict[str, list[FieldOption]]]
 
     disable_log_stats: bool = False
-    """Do not log throughput and use of the pool."""
+    """Do not log throughput and pool usage."""
     log_format: LogFormat | None = None
-    """Form of the log: lines of text, or of JSON. None: the environment variable
-    VLLM_LOG_FORMAT, or else text."""
+    """Format of the log: lines of text, or of JSON. Default: the environment variable
+    VLLM_LOG_FORMAT, else text."""
 
     if TYPE_CHECKING:
         __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
@@ -84,7 +84,7 @@ class EngineArgs:
 
     @classmethod
     def from_kwargs(cls, **kwargs: Any) -> Self:
-        """As the constructor; an unknown name is a ValueError with the nearest known one."""
+        """Make one like the constructor; an unknown name is a ValueError with the nearest one."""
         known = [option.name for option in cls.options()]
         for name in kwargs:
             if name not in known:
@@ -97,14 +97,14 @@ class EngineArgs:
     def add_cli_args(
         cls, parser: argparse.ArgumentParser, left_out: Collection[str] = ()
     ) -> argparse.ArgumentParser:
-        """Add a flag for every option but ``left_out`` to ``parser``, in a group for each
-        config; returns it."""
+        """Add a flag for every option but ``left_out`` to ``parser``, in one group per config;
+        return the parser."""
         add_flags(parser, [option for option in cls.options() if option.name not in left_out])
         return parser
 
     @classmethod
     def from_cli_args(cls, args: argparse.Namespace) -> Self:
-        """The options among ``args``, which may hold others; missing ones keep their default."""
+        """Take the options out of ``args``, which may hold more; others keep their default."""
         options = given_options(cls, args)
         if options.get("model") is None:
             raise ValueError("--model is missing; give a checkpoint folder or a hub id")
