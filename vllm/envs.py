@@ -1,7 +1,7 @@
-"""Every environment variable this package reads, read when it is asked for.
+"""Every environment variable that this package reads.
 
-``vllm.envs.VLLM_LOGGING_LEVEL`` parses the variable at that moment, so a test or a
-program may set it after importing the package. A value that cannot be parsed is a
+``vllm.envs.VLLM_LOGGING_LEVEL`` parses the variable on each access, so a test or a
+program may set it after importing the package. A value that cannot be parsed raises a
 ``ValueError`` that names the variable.
 """
 
@@ -35,7 +35,7 @@ class Variable(NamedTuple):
 
 
 def _one_of(*allowed: str) -> Callable[[str], str]:
-    """A parser that takes one of ``allowed``, in any case."""
+    """A parser that accepts one of ``allowed``, in upper or lower case."""
 
     def parse(text: str) -> str:
         for value in allowed:
@@ -68,7 +68,7 @@ VARIABLES: dict[str, Variable] = {
         "Least severe level that the 'vllm' logger lets through.",
     ),
     "VLLM_LOG_FORMAT": Variable(
-        "text", _one_of("text", "json"), "Form of the log, unless --log-format names it."
+        "text", _one_of("text", "json"), "Format of the log; --log-format overrides it."
     ),
     "VLLM_CPU_THREADS": Variable(
         None,
@@ -89,12 +89,12 @@ VARIABLES: dict[str, Variable] = {
     "VLLM_ATTENTION_BACKEND": Variable(
         None,
         _one_of(*get_args(AttentionBackend)),
-        "Attention kernels, unless --attention-backend names them; unset: the device's preferred.",
+        "Attention kernels; --attention-backend overrides it; unset: the device's preferred ones.",
     ),
     "VLLM_GDN_BACKEND": Variable(
         None,
         _one_of("TRITON", "FLA"),
-        "Chunked gated delta rule on CUDA; unset: TRITON (our own kernel; its states are nearer "
+        "Chunked gated delta rule on CUDA; unset: TRITON (our own kernel; its states are closer "
         "to exact ones). FLA: flash-linear-attention, for 16-bit models.",
     ),
     "VLLM_PLUGINS": Variable(
@@ -103,7 +103,7 @@ VARIABLES: dict[str, Variable] = {
         "Comma-separated names of the general plugins to load; unset: all that are installed.",
     ),
     "VLLM_API_KEY": Variable(
-        None, str, "Key that clients of `vllm serve` have to show, unless --api-key names others."
+        None, str, "Key that clients of `vllm serve` must send; --api-key overrides it."
     ),
 }
 

@@ -1,12 +1,12 @@
 """Logging of this package: one handler on the "vllm" logger, level from the environment.
 
 A program that configures logging itself (its root logger has handlers) gets our
-records through its own handlers, and ours keeps quiet.
+records through its own handlers, and ours stays silent.
 
     2026-03-01 14:05:09+0100 INFO vllm.v1.engine.core: what happened
 
-or, with ``VLLM_LOG_FORMAT=json`` and ``--log-format json``, an object a line with ``time``,
-``level``, ``name``, ``message`` and, where there is one, ``exception``.
+or, with ``VLLM_LOG_FORMAT=json`` or ``--log-format json``, one object per line with ``time``,
+``level``, ``name``, ``message`` and, if there is one, ``exception``.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ _lock = threading.Lock()
 
 
 class VllmLogger(logging.Logger):
-    """A standard logger that can also say a thing only once in the life of the process."""
+    """A standard logger that can also log a message only once per process."""
 
     def _once(self, level: int, msg: str, *args: object) -> None:
         """Log unless the same message with the same arguments was logged before."""
         key = (level, msg, args)
         with _lock:
-            said = self.__dict__.setdefault("_said", set())
-            if key in said:
+            logged = self.__dict__.setdefault("_logged_once", set())
+            if key in logged:
                 return
-            said.add(key)
+            logged.add(key)
         self.log(level, msg, *args, stacklevel=2)
 
     debug_once = partialmethod(_once, logging.DEBUG)
@@ -46,7 +46,7 @@ class VllmLogger(logging.Logger):
 
 
 class _JsonFormatter(logging.Formatter):
-    """One object a line."""
+    """Writes one JSON object per line."""
 
     def format(self, record: logging.LogRecord) -> str:
         entry = {
@@ -61,7 +61,7 @@ class _JsonFormatter(logging.Formatter):
 
 
 class _QuietBesideRootHandler(logging.StreamHandler):  # type: ignore[type-arg]
-    """Writes to the current stderr, unless the root logger has handlers of its own."""
+    """Writes to the current stderr, unless the root logger has its own handlers."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if logging.getLogger().handlers:
@@ -74,7 +74,7 @@ _HANDLER = _QuietBesideRootHandler()
 
 
 def set_log_format(log_format: LogFormat) -> None:
-    """Of everything that this process logs from now on. ValueError: there is none of that name."""
+    """Set the format of all later logs of this process. ValueError: the format is unknown."""
     if log_format not in get_args(LogFormat):
         raise ValueError(f"log_format={log_format!r}: use 'text' or 'json'")
     text = logging.Formatter(_FORMAT, _DATE_FORMAT)
@@ -86,7 +86,7 @@ def log_format() -> LogFormat:
 
 
 def adopt_logger(name: str) -> None:
-    """Let another package's logger write as ours do."""
+    """Give another package's logger our handler."""
     adopted = logging.getLogger(name)
     if _HANDLER not in adopted.handlers:
         adopted.addHandler(_HANDLER)
@@ -109,6 +109,6 @@ def init_logger(name: str) -> VllmLogger:
     _configure_package_logger()
     logger = logging.getLogger(name)
     if not isinstance(logger, VllmLogger):
-        # Loggers are created by whoever asks first, so the class is set afterwards.
+        # Another caller may have created the logger, so the class is set afterwards.
         logger.__class__ = VllmLogger
     return cast("VllmLogger", logger)

@@ -85,7 +85,7 @@ _ARCHITECTURES = {
     "zamba": "ZambaForCausalLM",
     "zamba2": "Zamba2ForCausalLM",
 }
-"""Module of ``vllm.model_executor.models`` -> architectures; their classes are called like them."""
+"""Module of ``vllm.model_executor.models`` -> architectures, which are also the class names."""
 _BUILT_IN = {
     architecture: f"vllm.model_executor.models.{module}:{architecture}"
     for module, architectures in _ARCHITECTURES.items()
@@ -100,7 +100,7 @@ HOW_TO_REGISTER = (
 
 
 class _ModelRegistry:
-    """Architecture -> class, or where to import it from."""
+    """Maps an architecture to its class, or to the ``"module:Class"`` to import."""
 
     def __init__(self, built_in: Mapping[str, str]) -> None:
         self._built_in = dict(built_in)
@@ -130,7 +130,7 @@ class _ModelRegistry:
         return sorted(self._built_in.keys() | self._registered.keys())
 
     def registered(self, architecture: str) -> str | type[nn.Module] | None:
-        """What was registered for an architecture; None: nothing beyond the built-in classes."""
+        """The class registered for an architecture; None: none beyond the built-in ones."""
         return self._registered.get(architecture)
 
     def find_model_cls(self, architectures: Sequence[str]) -> str | None:
@@ -139,7 +139,7 @@ class _ModelRegistry:
         return next((name for name in architectures if name in supported), None)
 
     def describe(self, architecture: str) -> str:
-        """What its class runs: the first paragraph of the class's own docstring, on one line."""
+        """Describe the class: the first paragraph of its own docstring, on one line."""
         model_class, _ = self.resolve_model_cls(architecture)
         paragraph = (model_class.__doc__ or "").strip().split("\n\n")[0]
         return " ".join(paragraph.split()).removesuffix(".")
@@ -160,10 +160,10 @@ class _ModelRegistry:
         )
 
     def snapshot(self) -> dict[str, str]:
-        """What was registered beyond the built-in models, as ``"module:Class"``.
+        """The models registered beyond the built-in ones, as ``"module:Class"``.
 
-        A spawned worker gives it to :meth:`restore`. A class that no import by name leads
-        to (made in a function or a notebook cell) cannot be handed on: a ValueError.
+        A spawned worker passes them to :meth:`restore`. ValueError: a class cannot be
+        imported by name (it was made in a function or a notebook cell).
         """
         return {
             arch: target if isinstance(target, str) else _name_of_class(arch, target)
@@ -177,7 +177,7 @@ class _ModelRegistry:
 
 
 def import_class(arch: str, target: str) -> type[nn.Module]:
-    """The class ``"module:Class"`` of an architecture; a ValueError where it is none."""
+    """Import the class ``"module:Class"`` of an architecture. ValueError: it is not a model."""
     module_name, _, class_name = target.partition(":")
     try:
         found = getattr(importlib.import_module(module_name), class_name)
@@ -187,7 +187,7 @@ def import_class(arch: str, target: str) -> type[nn.Module]:
             f"in this process ({error}); {HOW_TO_REGISTER}"
         ) from error
     if not (isinstance(found, type) and issubclass(found, nn.Module)):
-        raise ValueError(f"{target!r} of architecture {arch!r} is no torch.nn.Module class")
+        raise ValueError(f"{target!r} of architecture {arch!r} is not a torch.nn.Module class")
     return found
 
 

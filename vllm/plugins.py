@@ -22,9 +22,9 @@ loaded_plugins: list[EntryPoint] = []
 
 
 def load_general_plugins() -> None:
-    """Run every installed plugin that ``VLLM_PLUGINS`` lets through, once in this process.
+    """Run every installed plugin that ``VLLM_PLUGINS`` allows, once in this process.
 
-    A plugin that fails is logged by name; the engine goes on without it.
+    A plugin that fails is logged by name; the engine continues without it.
     """
     global _loaded
     with _lock:

@@ -1,4 +1,4 @@
-"""Attention under the names of upstream's earlier releases, which connectors of others import."""
+"""Attention under the names of earlier upstream releases, which third-party connectors import."""
 
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import AttentionBackend, AttentionMetadata

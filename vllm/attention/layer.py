@@ -1,4 +1,4 @@
-"""The layer itself."""
+"""The attention layer."""
 
 from vllm.model_executor.layers.attention import Attention
 

@@ -1,7 +1,7 @@
-"""What the device underneath can do.
+"""Platforms: the capabilities of each kind of device.
 
-``current_platform`` is the device this machine would use by itself, found on first
-use; ``get_platform(device_type)`` is the one a configuration asks for.
+``current_platform`` is the platform of this machine's default device, found on first
+use; ``get_platform(device_type)`` returns the one that a configuration asks for.
 """
 
 from __future__ import annotations

@@ -20,13 +20,13 @@ _POOL_PART_OF_FREE_MEMORY = 0.5
 
 
 class CpuPlatform(Platform):
-    """Memory and cores count within the limits of the control group."""
+    """The CPU; memory and cores are counted within the limits of the control group."""
 
     device_type = "cpu"
     works_beside_host = False
     retained_row_bytes = 64 * 2**20
-    # Blocks that are written over and over stay in reach of the processor; new ones cost page
-    # faults, and memory of everybody else.
+    # Blocks that are rewritten often stay close to the processor; new ones cost page faults, and
+    # memory that other programs could use.
     retained_snapshot_bytes = 512 * 2**20
 
     @property
@@ -57,7 +57,7 @@ class CpuPlatform(Platform):
         return 0
 
     def set_num_threads(self) -> int:
-        """VLLM_CPU_THREADS, else OMP_NUM_THREADS, else every core this process may use."""
+        """Use VLLM_CPU_THREADS, else OMP_NUM_THREADS, else every core this process may use."""
         num_threads = envs.VLLM_CPU_THREADS or envs.OMP_NUM_THREADS or usable_core_count()
         if torch.get_num_threads() != num_threads:
             logger.info_once("computing on %d CPU threads", num_threads)

@@ -12,17 +12,17 @@ from vllm.platforms.interface import Platform
 
 _BFLOAT16_CAPABILITY = (8, 0)
 _SMALL_HIDDEN_SIZE = 2048
-"""Of models whose kernels, 8,192 tokens at a time, take hardly longer than launching them."""
+"""Hidden size up to which kernels on 8,192 tokens take hardly longer than their launches."""
 _SEGMENTS_BESIDE_BYTES = 2 * (2 + 20) * 2**20
-"""Tensors come and go in another order than in the run that was measured, so that a segment for
-small ones and one for larger ones may be needed more, on each of the two streams."""
+"""Margin for segments: tensors come and go in another order than in the measured run, so each of
+the two streams may need one more segment for small tensors and one more for larger ones."""
 
 
 class CudaPlatform(Platform):
-    """Facts of torch's current CUDA device; every method needs one to be there."""
+    """torch's current CUDA device; every method requires one."""
 
     device_type = "cuda"
-    # Enough that launching the kernels takes less than they do, unless the model is small.
+    # Enough tokens that kernels take longer than their launches, unless the model is small.
     default_max_num_batched_tokens = default_max_num_batched_tokens_of_servers = 8192
     recurrent_chunk_tokens = 64  # triton_recurrent_pieces.CHUNK, which needs Triton
 
@@ -36,7 +36,7 @@ class CudaPlatform(Platform):
 
     @property
     def supported_dtypes(self) -> tuple[torch.dtype, ...]:
-        if not torch.cuda.is_available():  # of this an engine asks first
+        if not torch.cuda.is_available():  # checked here: an engine reads this property first
             raise ValueError("device='cuda': torch finds no CUDA device here; use 'cpu' or 'auto'")
         if torch.cuda.get_device_capability() >= _BFLOAT16_CAPABILITY:
             return (torch.bfloat16, torch.float16, torch.float32)
@@ -44,7 +44,7 @@ class CudaPlatform(Platform):
 
     @property
     def attention_backends(self) -> tuple[str, ...]:
-        # Our own first: its rows have the same bits in any batch, FlashInfer's do not.
+        # Our own comes first: its rows have the same bits in any batch, FlashInfer's do not.
         if importlib.util.find_spec("flashinfer") is None:
             return ("TRITON_ATTN",)
         return ("TRITON_ATTN", "FLASHINFER")
@@ -61,16 +61,16 @@ class CudaPlatform(Platform):
         return torch.cuda.mem_get_info()[0]
 
     def kv_cache_budget_bytes(self, memory_utilization: float) -> int:
-        """What ``memory_utilization`` of the whole device leaves after what is in use."""
+        """``memory_utilization`` of the whole device, less the memory in use."""
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info()
         return max(0, int(total * memory_utilization) - (total - free))
 
     def measure_peak_bytes(self, run: Callable[[], None]) -> int:
-        """By the segments that torch took from the device, of which tensors fill a part only.
+        """Measure the segments that torch took from the device; tensors fill only a part of them.
 
-        Kernels that were loaded meanwhile are not counted: they are in use when
-        :meth:`kv_cache_budget_bytes` looks.
+        Kernels loaded meanwhile are not counted: :meth:`kv_cache_budget_bytes` sees them as
+        memory in use.
         """
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
@@ -81,7 +81,7 @@ class CudaPlatform(Platform):
         return torch.cuda.max_memory_reserved() - before + _SEGMENTS_BESIDE_BYTES
 
     def measure_held_bytes(self, make: Callable[[], object]) -> int:
-        """By what the device has left: recorded graphs take memory that torch does not see."""
+        """Measure the device's free memory: recorded graphs take memory that torch does not see."""
         free = []
         for run in (lambda: None, make):
             run()
@@ -91,7 +91,7 @@ class CudaPlatform(Platform):
         return max(0, free[0] - free[1])
 
     def set_num_threads(self) -> int:
-        """The host computes little: torch's own choice stays."""
+        """Keep torch's own choice: the host computes little."""
         return torch.get_num_threads()
 
     def share_of_machine(self, slot: int, num_engines: int) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Facts about a device that the rest of the engine asks for."""
+"""The interface of a platform: facts about a device that the rest of the engine asks for."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ PAGE_TOKENS = 16
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 _MOST_KEPT_BYTES = 512 * 2**20
-"""Free memory at the end of the heap above which it goes back to the system."""
+"""Free memory that the end of the heap keeps; more goes back to the system."""
 
-# torch asks for large pages for its tensors on the host from 2 MiB on, rows of hidden states among
-# them. It reads this once, when it first allocates. Measured on a CPU: steps 1 % shorter, a
-# decoding product of 16 rows 8 %.
+# With this, torch asks for large pages for host tensors of 2 MiB and more, among them rows of
+# hidden states. It reads the variable once, when it first allocates. Measured on a CPU: steps are
+# 1 % shorter, a decoding product of 16 rows 8 %.
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 
 class AskedBackend(NamedTuple):
-    """Kernels that the user named."""
+    """Attention kernels that the user named."""
 
     option: str
-    """Where: an argument, or an environment variable."""
+    """The argument or environment variable that names them."""
     name: str
 
 
@@ -50,21 +50,21 @@ class Platform(ABC):
     device_type: ClassVar[str]
     """torch's name of the device: "cpu", "cuda"."""
     default_max_num_batched_tokens: ClassVar[int] = 4096
-    """Tokens of one step when the user does not say."""
+    """Default for the tokens of one step."""
     default_max_num_batched_tokens_of_servers: ClassVar[int] = 2048
-    """The same where requests that decode wait for a step's prompts."""
+    """The same for servers, where decoding requests wait for a step's prompts."""
     works_beside_host: ClassVar[bool] = True
-    """The host can plan a step while the device works on the one before it."""
+    """True if the host can plan a step while the device works on the one before it."""
     retained_row_bytes: ClassVar[int | None] = None
-    """Hidden-state rows that stay findable after they left, by default; None: as the pool holds."""
+    """Default bytes of rows that stay findable once they have left; None: all that the pool has."""
     retained_snapshot_bytes: ClassVar[int | None] = None
-    """Recurrent states that stay findable; None: as many as the pool holds."""
+    """Bytes of recurrent states that stay findable; None: as many as the pool holds."""
     recurrent_chunk_tokens: ClassVar[int] = 1
     """Recurrent kernels work in chunks that start at absolute multiples of this: states kept
     there, and prompts cut there, give the bits of an uncut prompt."""
 
     def max_num_batched_tokens_of(self, hidden_size: int) -> int:
-        """Tokens of one step of a model, when the user does not say and nobody waits for tokens."""
+        """Default for the tokens of one step of a model when no client waits for tokens."""
         return self.default_max_num_batched_tokens
 
     def is_cpu(self) -> bool:
@@ -114,19 +114,19 @@ class Platform(ABC):
 
     @abstractmethod
     def measure_peak_bytes(self, run: Callable[[], None]) -> int:
-        """Memory that ``run`` takes at its peak and gives back; 0 where room is left for it
-        anyway, then it is not run."""
+        """Measure the memory that ``run`` takes at its peak and gives back. Return 0, without
+        running it, if the platform leaves room for it anyway."""
 
     @abstractmethod
     def measure_held_bytes(self, make: Callable[[], object]) -> int:
-        """Memory that what ``make`` leaves behind takes; 0 like :meth:`measure_peak_bytes`."""
+        """Measure the memory that ``make`` keeps; 0 in the case of :meth:`measure_peak_bytes`."""
 
     def prepare_process(self) -> None:
-        """Tell the C library's allocator to hand freed memory out again, however large.
+        """Tell the C library's allocator to reuse freed memory, however large the block.
 
-        It gives blocks of 32 MiB and more back to the system at once, so that every step touches
-        its rows, and on a CPU the outputs of its wide products, for the first time: a tenth of the
-        whole time there, measured.
+        By default it returns blocks of 32 MiB and more to the system at once. Every step would then
+        touch its rows, and on a CPU the outputs of its wide products, for the first time: on a CPU
+        a tenth of the whole time, measured.
         """
         with suppress(AttributeError, OSError):  # a C library without these settings
             set_option = ctypes.CDLL(None).mallopt
@@ -135,7 +135,7 @@ class Platform(ABC):
 
     @abstractmethod
     def set_num_threads(self) -> int:
-        """Set the number of host threads torch computes with; returns it."""
+        """Set the number of host threads that torch computes with, and return it."""
 
     @abstractmethod
     def share_of_machine(self, slot: int, num_engines: int) -> dict[str, str]:
@@ -156,17 +156,17 @@ class Platform(ABC):
 
         Raises ValueError when it cannot be used here.
         """
-        wanted = asked_attention_backend(asked)
-        if wanted is None:
+        backend = asked_attention_backend(asked)
+        if backend is None:
             return self.attention_backends[0]
-        if wanted.name not in self.attention_backends:
+        if backend.name not in self.attention_backends:
             raise ValueError(
-                f"{wanted.option}={wanted.name!r} cannot be used on {self.device_name}: "
-                f"{self.why_no_attention_backend(wanted.name)}; "
+                f"{backend.option}={backend.name!r} cannot be used on {self.device_name}: "
+                f"{self.why_no_attention_backend(backend.name)}; "
                 f"use {' or '.join(self.attention_backends)}, or leave it unset"
             )
-        return wanted.name
+        return backend.name
 
     def why_no_attention_backend(self, name: str) -> str:
-        """Why ``name`` is none of :attr:`attention_backends`."""
+        """The reason why ``name`` is not one of :attr:`attention_backends`."""
         return "it is for another kind of device"

@@ -1,4 +1,4 @@
-"""What a backend is, and what its layers read in a step."""
+"""Base classes of attention backends and of the metadata that their layers read."""
 
 from vllm.v1.attention.backend import AttentionBackend, AttentionMetadata
 
