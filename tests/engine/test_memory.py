@@ -134,7 +134,7 @@ def test_a_limit_of_the_address_space(checkpoint: Checkpoint) -> None:
     found = limited(checkpoint)
     assert found.stdout.split() == ["2400"], found.stderr
     found = limited(checkpoint, kv_cache_memory_bytes=4 << 30)
-    assert "ValueError: a KV pool of 4.00 GiB cannot be had" in found.stderr
+    assert "ValueError: a KV pool of 4.00 GiB cannot be allocated" in found.stderr
     assert "lower kv_cache_memory_bytes, or raise the limit (ulimit -v" in found.stderr
 
 
@@ -160,7 +160,7 @@ def test_a_limit_of_the_control_group(checkpoint: Checkpoint) -> None:
         found = run()
         assert found.stdout.split() == ["2400"], found.stderr
         found = run(kv_cache_memory_bytes=4 << 30)
-        assert "ValueError: a KV pool of 4.00 GiB cannot be had" in found.stderr
+        assert "ValueError: a KV pool of 4.00 GiB cannot be allocated" in found.stderr
         assert num_killed(group) == 0
 
 

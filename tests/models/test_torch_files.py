@@ -125,7 +125,7 @@ class Code:
         (lambda t: {**t, "model.extra": t[K_PROJ]}, r"no place for: model\.extra"),
         (lambda t: {**t, "epoch": 3}, r"pytorch_model\.bin holds 'epoch': int"),
         (lambda t: list(t.values()), r"pytorch_model\.bin holds list, not tensors"),
-        (lambda t: {**t, "code": Code()}, r"pytorch_model\.bin is no file of tensors.*code"),
+        (lambda t: {**t, "code": Code()}, r"pytorch_model\.bin is not a file of tensors.*code"),
     ],
     ids=["missing", "shape", "surplus", "number", "list", "code"],
 )

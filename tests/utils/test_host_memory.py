@@ -24,5 +24,5 @@ def test_memory_in_large_pages_is_dense(dtype: torch.dtype, rows: int) -> None:
 
 def test_memory_that_cannot_be_had_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_memory, "total_memory_bytes", lambda: 2**20)
-    with pytest.raises(ValueError, match=r"a weight of 4\.00 MiB cannot be had"):
+    with pytest.raises(ValueError, match=r"a weight of 4\.00 MiB cannot be allocated"):
         empty_in_large_pages((2**20,), torch.float32, torch.device("cpu"))

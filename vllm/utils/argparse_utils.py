@@ -1,4 +1,4 @@
-"""A parser of command lines that says what a wrong flag may mean."""
+"""A command-line parser that suggests the nearest flag for a wrong one."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from vllm.utils.text import did_you_mean
 
 
 class FlexibleArgumentParser(argparse.ArgumentParser):
-    """Takes ``--max_model_len`` for ``--max-model-len``, and says what a wrong flag may mean.
+    """Accepts ``--max_model_len`` for ``--max-model-len``, and suggests flags for wrong ones.
 
     A flag that takes a JSON object also takes its entries one by one, as in
-    ``--kv-transfer-config.kv_role kv_producer``; values are JSON where they can be read as
-    JSON, else text. They add to the object, given as JSON or in ``namespace``, and win over it.
-    What begins as a negative number (``-1,-2``) is a value, as from Python 3.14 on.
+    ``--kv-transfer-config.kv_role kv_producer``; a value that is not valid JSON is text. Such
+    entries are added to the object that is given as JSON or in ``namespace``, and override it.
+    An argument that begins like a negative number (``-1,-2``) is a value, as in Python 3.14.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -28,8 +28,8 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        given = sys.argv[1:] if args is None else args
-        tokens, objects = self._take_dotted([_with_dashes(arg) for arg in given])
+        arguments = sys.argv[1:] if args is None else args
+        tokens, objects = self._take_dotted([_with_dashes(arg) for arg in arguments])
         parsed, rest = super().parse_known_args(tokens, namespace)
         for name, entries in objects.items():
             setattr(parsed, name, _merged(getattr(parsed, name) or {}, entries))
@@ -45,7 +45,7 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
         return parsed
 
     def option(self, flag: str) -> argparse.Action | None:
-        """The option that a flag such as ``--max-model-len`` sets; None: there is none."""
+        """The option that a flag such as ``--max-model-len`` sets; None if there is none."""
         return self._option_string_actions.get(flag)
 
     @property
@@ -58,7 +58,7 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
         return [group for group in self._action_groups[2:] if group._group_actions]
 
     def _take_dotted(self, tokens: list[str]) -> tuple[list[str], dict[str, dict[str, Any]]]:
-        """``tokens`` without the dotted flags, and what these say: option -> entries."""
+        """``tokens`` without the dotted flags, and the entries of these: option -> entries."""
         kept: list[str] = []
         objects: dict[str, dict[str, Any]] = {}
         remaining = iter(tokens)
@@ -78,7 +78,7 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
 
 
 def _with_dashes(arg: str) -> str:
-    """``arg`` with its flag, not its value, spelt with dashes, and keys after a dot with _."""
+    """``arg`` with dashes in the flag and underscores in keys after a dot; the value stays."""
     if not arg.startswith("--"):
         return arg
     flag, equals, value = arg.partition("=")
@@ -95,7 +95,7 @@ def _nested(path: Sequence[str], value: Any) -> dict[str, Any]:
 
 
 def _merged(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
-    """Both; where both have an object under a key these are merged, else the new value wins."""
+    """Merge both; two objects under one key are merged too, else the new value wins."""
     result = dict(old)
     for key, value in new.items():
         before = result.get(key)
@@ -112,7 +112,7 @@ def _json_or_text(text: str) -> Any:
 
 
 def json_object(text: str) -> dict[str, Any]:
-    """A JSON object as a dict; ArgumentTypeError for anything else."""
+    """Parse a JSON object into a dict; ArgumentTypeError for anything else."""
     try:
         value = json.loads(text)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""Async iterators, several at a time."""
+"""Merging of async iterators."""
 
 from __future__ import annotations
 
@@ -9,37 +9,37 @@ from typing import TypeVar
 
 T = TypeVar("T")
 MAX_WAITING = 64
-"""Items that wait for a slow consumer."""
+"""Most items that wait for a slow consumer."""
 
 
 async def merge_async_iterators(
     iterators: Sequence[AsyncGenerator[T, None]],
 ) -> AsyncGenerator[tuple[int, T], None]:
-    """(index of the iterator, item), as items come, until all have ended.
+    """Yield (index of the iterator, item) as items arrive, until all iterators have ended.
 
-    Raises what one of them raises. All are closed when the iteration is left.
+    An exception of one iterator is raised here. Leaving the iteration closes them all.
     """
     if len(iterators) == 1:
         async with aclosing(iterators[0]) as items:
             async for item in items:
                 yield 0, item
         return
-    news: asyncio.Queue[tuple[int, T] | Exception | None] = asyncio.Queue(MAX_WAITING)
+    queue: asyncio.Queue[tuple[int, T] | Exception | None] = asyncio.Queue(MAX_WAITING)
 
     async def pump(index: int) -> None:
         try:
             async with aclosing(iterators[index]) as items:
                 async for item in items:
-                    await news.put((index, item))
-            await news.put(None)
+                    await queue.put((index, item))
+            await queue.put(None)
         except Exception as error:  # reaches the consumer through the queue
-            await news.put(error)
+            await queue.put(error)
 
     tasks = [asyncio.create_task(pump(index)) for index in range(len(iterators))]
     try:
         num_running = len(tasks)
         while num_running:
-            event = await news.get()
+            event = await queue.get()
             if isinstance(event, Exception):
                 raise event
             if event is None:

@@ -1,4 +1,4 @@
-"""Checked dataclasses: pydantic looks at the fields, and says errors that a user can act on."""
+"""Checked dataclasses: pydantic checks the fields, and errors are ones that a user can act on."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def _check_unless_none(value: object, check: Callable[[object], object]) -> obje
 UNSET: Any = None
 """Default of a field that may be left out and has a value once its object exists."""
 Fillable = WrapValidator(_check_unless_none)
-"""``Annotated[int, ..., Fillable] = UNSET``: None may be given, the object fills in the value.
+"""``Annotated[int, ..., Fillable] = UNSET``: None may be given; the object then sets the value.
 
-It stands after the constraints of the type, which are then not asked about None.
+It must come after the constraints of the type, which are then not applied to None.
 """
 
 
 def is_unset(value: object) -> bool:
-    """Whether a fillable field still waits for its value."""
+    """Return whether a fillable field still waits for its value."""
     return value is None
 
 
@@ -59,16 +59,16 @@ def _path_as_text(value: object) -> object:
 
 
 class Advice(ValueError):
-    """What would work in the place of a field's value; the message adds name and value."""
+    """Says what would work instead of a field's value; the message adds the name and the value."""
 
 
 def require(holds: Callable[[Any], object], advice: str) -> AfterValidator:
-    """Field validator: ``advice`` where the value does not hold."""
+    """Field validator: an error with ``advice`` unless ``holds`` is true of the value."""
     return AfterValidator(_checker(holds, advice))
 
 
 def require_at_first(holds: Callable[[Any], object], advice: str) -> BeforeValidator:
-    """The same before the type is looked at, for unions of types."""
+    """The same before the type is checked, for unions of types."""
     return BeforeValidator(_checker(holds, advice))
 
 
@@ -92,13 +92,13 @@ def at_most(largest: int) -> AfterValidator:
 
 
 FolderPath = Annotated[str, BeforeValidator(_path_as_text), require(bool, "name a folder")]
-"""The path of a folder, as text or as an object."""
+"""The path of a folder, as text or as a path object."""
 ABOVE_0 = require(lambda value: value > 0, "use a number above 0")
 FINITE = require(math.isfinite, "use a finite number")
 
 
 def refuse_unless(holds: object, owner: object, name: str, advice: str) -> None:
-    """For ``__post_init__``: raise ValueError about the field ``name`` of ``owner``."""
+    """Raise ValueError about ``name``, a field of ``owner``, unless ``holds``."""
     if not holds:
         raise ValueError(f"{name}={getattr(owner, name)!r} is not valid; {advice}")
 
@@ -106,22 +106,22 @@ def refuse_unless(holds: object, owner: object, name: str, advice: str) -> None:
 def from_mapping(cls: type) -> BeforeValidator:
     """Field validator: a mapping, or its JSON, becomes an object of the class.
 
-    Its own errors then say which key of which option is wrong.
+    Errors of that class then name the key and the option that are wrong.
     """
 
     def make(value: object, info: ValidationInfo) -> object:
-        name, given = info.field_name, value
+        name, original = info.field_name, value
         if isinstance(value, str):
             try:
                 value = json.loads(value)
             except ValueError as error:
-                raise ValueError(f"{name}={given!r} is not valid JSON: {error}") from None
+                raise ValueError(f"{name}={original!r} is not valid JSON: {error}") from None
         if isinstance(value, Mapping):
             return cls(**value)
         if value is None or isinstance(value, cls):
             return value
         raise ValueError(
-            f"{name}={given!r} is not valid; give a dict, its JSON, or a {cls.__name__}"
+            f"{name}={original!r} is not valid; give a dict, its JSON, or a {cls.__name__}"
         )
 
     return BeforeValidator(make)
@@ -131,7 +131,7 @@ def from_mapping(cls: type) -> BeforeValidator:
 def config(option: str = "", *, frozen: bool = False) -> Callable[[type[T]], type[T]]:
     """Class decorator: a keyword-only dataclass whose fields pydantic checks.
 
-    ``option``: name under which a user gives the object as a dict, for the messages. Every
+    ``option``: for messages, the option through which a user gives the object as a dict. Every
     error is a plain ValueError that names the option, the value and what would work.
     """
 
@@ -154,7 +154,7 @@ def config(option: str = "", *, frozen: bool = False) -> Callable[[type[T]], typ
 
 
 def _explain(cls: type, option: str, error: ValidationError) -> str:
-    """One sentence for each thing that is wrong."""
+    """One sentence for each error."""
     messages, names = [], {one.field.name: one.name for one in options_of(cls)}
     for detail in error.errors(include_url=False):
         kind, cause = detail["type"], detail.get("ctx", {}).get("error")

@@ -11,7 +11,7 @@ from vllm.utils.mem_utils import CgroupFolders, cgroup_folders, read_number, rea
 
 
 def _quotas(folders: CgroupFolders) -> Iterator[float]:
-    """CPUs that each control group lets its processes use."""
+    """Number of CPUs that each control group lets its processes use."""
     for folder in folders.unified:
         quota, _, period = read_text(folder / "cpu.max").partition(" ")
         if quota.isdecimal() and period.isdecimal():
@@ -31,7 +31,7 @@ def _affinity() -> set[int]:
 
 
 def _num_cores(cpus: set[int], topology: Path) -> int:
-    """Physical cores among ``cpus``; every CPU is one where the system does not say."""
+    """Number of physical cores among ``cpus``; every CPU counts if the system does not tell."""
     siblings = "topology/thread_siblings_list"
     return len({read_text(topology / f"cpu{cpu}" / siblings) or str(cpu) for cpu in cpus})
 
@@ -39,7 +39,7 @@ def _num_cores(cpus: set[int], topology: Path) -> int:
 def usable_core_count(
     folders: CgroupFolders | None = None, topology: Path = Path("/sys/devices/system/cpu")
 ) -> int:
-    """Physical cores of this process's CPU affinity, at most its control group's CPU quota.
+    """Number of physical cores in this process's CPU affinity, at most its group's CPU quota.
 
     Hyper-threads of one core count once: they share the vector units.
     """

@@ -1,4 +1,4 @@
-"""Room on a disk, looked at before much is written to it."""
+"""Free space on a disk, checked before much is written to it."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from pathlib import Path
 from vllm.utils.mem_utils import format_bytes
 
 FILE_BYTES = 8 << 10
-"""What a file takes beside its content: a header, and the rest of its last block."""
+"""Bytes that a file takes beside its content: a header, and the rest of its last block."""
 
 
 def free_bytes(folder: str | Path) -> int:
-    """What this user may still write where the folder is, or will be."""
+    """Bytes that this user may still write to the folder's disk; the folder need not exist yet."""
     path = Path(folder).absolute()
-    there = next(one for one in (path, *path.parents) if one.exists())
-    return shutil.disk_usage(there).free
+    existing = next(one for one in (path, *path.parents) if one.exists())
+    return shutil.disk_usage(existing).free
 
 
 def check_room(what: str, folder: str | Path, num_bytes: int, advice: str) -> None:
-    """ValueError: so much does not fit on the folder's disk. ``what``: the option that named it."""
+    """Raise ValueError if this does not fit on the folder's disk. ``what``: the folder's option."""
     free = free_bytes(folder)
     if num_bytes > free:
         raise ValueError(

@@ -7,12 +7,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 _THRESHOLDS = (50_000, 20, 20)
-"""New objects, and collections of each younger generation, before a collection. A queue of
-10,000 requests is half a million objects; a step makes and drops thousands, none in cycles."""
+"""Numbers of new objects, and of collections of each younger generation, before a collection. A
+queue of 10,000 requests is half a million objects; a step makes and drops thousands, none in
+cycles."""
 
 
 def settle_garbage_collector() -> None:
-    """What exists now stays as long as the process: do not look at it again; look less often."""
+    """Exclude all present objects, which stay as long as the process, and collect less often."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(*_THRESHOLDS)
@@ -20,9 +21,9 @@ def settle_garbage_collector() -> None:
 
 @contextmanager
 def without_garbage_collection() -> Iterator[None]:
-    """For imports: modules stay, and looking for garbage among them takes an eighth of the time.
+    """Disable collection during imports: modules stay, and checking them is an eighth of the time.
 
-    Nor is all of it looked at as the youngest at the first chance behind this.
+    Afterwards the new objects count as old ones, so that the next collection does not check them.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -30,7 +31,7 @@ def without_garbage_collection() -> Iterator[None]:
         yield
     finally:
         if was_enabled:
-            if gc.get_freeze_count() == 0:  # else somebody's objects are kept out on purpose
+            if gc.get_freeze_count() == 0:  # else the program has frozen objects on purpose
                 gc.freeze()
                 gc.unfreeze()  # into the oldest generation
             gc.enable()

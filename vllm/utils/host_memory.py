@@ -1,4 +1,4 @@
-"""Host memory that the kernel hands out in large pages, zeros where nobody wrote yet."""
+"""Host memory that the kernel hands out in large pages, filled with zeros until it is written."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ _PAGE_BYTES = 4096
 def allocate_host_bytes(
     num_bytes: int, what: str, advice: str, *, touched: bool = False
 ) -> torch.Tensor:
-    """int8 [num_bytes]; memory is taken as it is touched, in large pages where there are some.
+    """Allocate int8 [num_bytes]; memory is taken when it is touched, if possible in large pages.
 
-    A block or a state is touched with one fault where small pages take hundreds. ``touched``: all
-    of it is taken here, so that nobody waits for that later. ValueError: ``what`` cannot be had,
-    with ``advice``.
+    Touching a block or a state then costs one page fault; with small pages it costs hundreds.
+    ``touched``: all of it is taken here, so that nothing waits for that later. ValueError:
+    ``what`` cannot be allocated, with ``advice``.
     """
     if num_bytes < HUGE_PAGE_BYTES:
         return torch.empty(num_bytes, dtype=torch.int8)
     limit = available_memory_bytes() if touched else total_memory_bytes()
     try:
-        if num_bytes > limit:  # it is had, and the process ended as it fills
+        if num_bytes > limit:  # mmap would succeed, but filling the memory would end the process
             raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
         memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
@@ -46,12 +46,12 @@ def allocate_host_bytes(
 def empty_in_large_pages(
     shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """As ``torch.empty``, for what is read from memory again and again.
+    """Like ``torch.empty``, for tensors that are read from memory again and again.
 
-    Such tensors lie in adjacent pages of one kind, one behind the other, so that a large page may
-    hold the end of one and the beginning of the next; torch's own allocations leave a sixth of
-    weights of a few MiB in small pages, which take the CPU's look-ups (and its guesses of what
-    comes next end with each of them).
+    They lie one behind the other in adjacent pages of one kind, so a large page may hold the end of
+    one tensor and the beginning of the next. torch's own allocations leave a sixth of weights of a
+    few MiB in small pages. These cost the CPU more address look-ups, and its prefetching ends with
+    each of them.
     """
     num_bytes = math.prod(shape) * dtype.itemsize
     if device.type != "cpu" or num_bytes < HUGE_PAGE_BYTES:
@@ -61,7 +61,7 @@ def empty_in_large_pages(
 
 
 def allocate_pinned_bytes(num_bytes: int, what: str, advice: str) -> torch.Tensor:
-    """int8 [num_bytes] that a card copies from and to by itself. ValueError: as above."""
+    """Allocate int8 [num_bytes] that a card copies from and to by itself. ValueError: as above."""
     try:
         if num_bytes > available_memory_bytes():
             raise RuntimeError(os.strerror(errno.ENOMEM))
@@ -72,6 +72,6 @@ def allocate_pinned_bytes(num_bytes: int, what: str, advice: str) -> torch.Tenso
 
 def _refused(num_bytes: int, what: str, advice: str, reason: str | None) -> ValueError:
     return ValueError(
-        f"{what} of {format_bytes(num_bytes)} cannot be had ({reason}); "
-        f"{format_bytes(available_memory_bytes())} can still be taken: {advice}"
+        f"{what} of {format_bytes(num_bytes)} cannot be allocated ({reason}); "
+        f"{format_bytes(available_memory_bytes())} are available: {advice}"
     )

@@ -1,11 +1,11 @@
-"""Ctrl-C where it does no harm.
+"""Holding Ctrl-C back until it does no harm.
 
 An interrupt that lands between two lines of bookkeeping would leave a table half written
-or bytes counted that nobody gives back. So the engine holds interrupts while it works and
+or bytes counted that are never given back. So the engine holds interrupts while it works and
 lets them in where a step may end: inside the forward pass, and while it waits.
 
-State of the process, as signal handlers are. Only the main thread gets interrupts; in
-other threads, and where SIGINT is not handled by Python code, nothing is held.
+This is state of the process, as signal handlers are. Only the main thread gets interrupts; in
+other threads, and if SIGINT is not handled by Python code, nothing is held.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class _Gate:
         self.held = False
 
     def on_signal(self, signal_number: int, frame: FrameType | None) -> None:
-        # Who asks twice does not want to wait.
+        # A user who presses Ctrl-C twice does not want to wait.
         if self.open or self.held:
             self.held = False
             self.handler(signal_number, frame)
@@ -45,9 +45,9 @@ _gate: _Gate | None = None
 
 @contextmanager
 def hold_interrupts() -> Iterator[None]:
-    """Inside, an interrupt waits for :func:`allow_interrupts` or for the end of the block.
+    """Make interrupts wait for :func:`allow_interrupts` or for the end of the block.
 
-    The second one in a row does not wait.
+    A second interrupt does not wait.
     """
     global _gate
     handler = signal.getsignal(signal.SIGINT)
@@ -68,7 +68,7 @@ def hold_interrupts() -> Iterator[None]:
 
 @contextmanager
 def allow_interrupts() -> Iterator[None]:
-    """Let interrupts in, inside :func:`hold_interrupts`; first the one that waits."""
+    """Let interrupts in, inside :func:`hold_interrupts`; a waiting one comes first."""
     gate = _gate
     if gate is None or threading.current_thread() is not threading.main_thread():
         yield
@@ -82,6 +82,6 @@ def allow_interrupts() -> Iterator[None]:
 
 
 def check_interrupts() -> None:
-    """Let in the interrupt that waits, if there is one."""
+    """Let in the waiting interrupt, if there is one."""
     with allow_interrupts():
         pass

@@ -1,4 +1,4 @@
-"""Whole numbers."""
+"""Rounding of whole numbers."""
 
 from __future__ import annotations
 

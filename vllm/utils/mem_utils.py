@@ -68,10 +68,10 @@ def _ancestors(mount: Path, relative: str) -> list[Path]:
 def cgroup_folders(
     membership: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")
 ) -> CgroupFolders:
-    """Where the limits of this process are written; empty lists where there is no such thing.
+    """Folders with the limits of this process; empty lists if the system has none.
 
     A container may see the path of its host in ``membership`` but only its own folder
-    at ``mount``: folders that do not exist are left out, the mount itself always counts.
+    at ``mount``, so folders that do not exist are left out; the mount itself always counts.
     """
     found = CgroupFolders([], [], [])
     for line in read_text(membership).splitlines():
@@ -88,7 +88,7 @@ def cgroup_folders(
 
 
 def read_text(path: Path) -> str:
-    """What a file of the system holds; nothing where it cannot be read."""
+    """The content of a file of the system; empty if it cannot be read."""
     try:
         return path.read_text().strip()
     except OSError:
@@ -96,13 +96,13 @@ def read_text(path: Path) -> str:
 
 
 def read_number(path: Path) -> int | None:
-    """The whole number in ``path``; None when there is none ("max", no such file)."""
+    """The whole number in ``path``; None if there is none ("max", no such file)."""
     text = read_text(path)
     return int(text) if text.isdecimal() else None
 
 
 def _read_stat(path: Path, key: str) -> int:
-    """The value of ``key`` in a file of "key value" lines, 0 when it has none."""
+    """The value of ``key`` in a file of "key value" lines; 0 if it has none."""
     pairs = (line.split() for line in read_text(path).splitlines())
     return next((int(value) for name, value in pairs if name == key), 0)
 
@@ -137,13 +137,13 @@ def available_memory_bytes(folders: CgroupFolders | None = None) -> int:
 
 
 def return_freed_memory() -> None:
-    """The C library keeps what was freed for the next step, in many pieces: give it back."""
+    """Give the system the freed memory that the C library keeps, in many pieces, for later use."""
     with suppress(AttributeError, OSError):  # a C library without it
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def address_space_bytes() -> tuple[float, float]:
-    """(limit, what is left of it) of this process's addresses (``ulimit -v``); else infinite."""
+    """(limit, unused part of it) of this process's address space (``ulimit -v``), or infinite."""
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit == resource.RLIM_INFINITY:
         return math.inf, math.inf

@@ -31,19 +31,19 @@ class Group(NamedTuple):
 
 @dataclass(frozen=True)
 class Option:
-    """What the annotation of a field says of it as an option: ``Annotated[int, Option(...)]``."""
+    """Settings of an option in the annotation of its field: ``Annotated[int, Option(...)]``."""
 
     name: str = ""
-    """Keyword and flag, where they are not called as the field is."""
+    """Keyword and flag, if their name is not that of the field."""
     short_flag: str = ""
     metavar: str = ""
-    """What help calls the value."""
+    """Name of the value in the help."""
     group: Group | None = None
-    """Begins a group, to which the following fields belong too."""
+    """Group that begins with this field; the following fields belong to it too."""
     supported: tuple[Any, ...] = ()
-    """The values that an engine can serve today, where the field can hold more."""
+    """Values that an engine can serve today, if the field can hold more."""
     is_derived: bool = False
-    """The field follows from others: it is no option at all."""
+    """True if the field follows from others and is not an option."""
 
 
 DERIVED = Option(is_derived=True)
@@ -56,13 +56,13 @@ class FieldOption:
     owner: type
     field: Field[Any]
     hint: Any
-    """Type of the field, without what else its annotation says."""
+    """Type of the field, without the rest of its annotation."""
     declared: Option
     group: Group
 
     @property
     def name(self) -> str:
-        """Keyword of Python and, with dashes, flag of the command line."""
+        """Keyword in Python and, with dashes, flag on the command line."""
         return self.declared.name or self.field.name
 
     @property
@@ -70,7 +70,7 @@ class FieldOption:
         return field_docs(self.owner)[self.field.name]
 
     def default(self) -> Any:
-        """The field's; None when it has none."""
+        """The field's default; None if it has none."""
         if self.field.default_factory is not MISSING:
             return self.field.default_factory()
         return None if self.field.default is MISSING else self.field.default
@@ -79,7 +79,7 @@ class FieldOption:
 def options_of(cls: type, group: Group | None = None) -> list[FieldOption]:
     """The options that are fields of ``cls``, in their order.
 
-    ``group``: of all fields before the first that begins one.
+    ``group``: the group of all fields before the first that begins one.
     """
     group = group or Group(cls.__name__, (cls.__doc__ or "").strip().splitlines()[0])
     plain, annotated = get_type_hints(cls), get_type_hints(cls, include_extras=True)
@@ -113,9 +113,9 @@ def add_flags(parser: argparse.ArgumentParser, options: Iterable[FieldOption]) -
 
 
 def given_options(cls: type, args: argparse.Namespace) -> dict[str, Any]:
-    """The fields of ``cls`` that ``args`` has a value for; ``args`` may hold others."""
-    given = vars(args)
-    return {f.name: given[f.name] for f in fields(cls) if f.name in given}
+    """The fields of ``cls`` for which ``args`` has a value; ``args`` may hold others."""
+    values = vars(args)
+    return {f.name: values[f.name] for f in fields(cls) if f.name in values}
 
 
 @functools.cache
@@ -145,7 +145,7 @@ def _declared(annotation: Any) -> Option:
 
 
 def whole_number(text: str) -> int:
-    """A whole number, also as ``32k`` or ``4GiB``; negative ones too."""
+    """Parse a whole number, also a negative one or one such as ``32k`` or ``4GiB``."""
     parsers: tuple[Callable[[str], int], ...] = (int, parse_size)
     for parse in parsers:
         with suppress(ValueError):
@@ -159,7 +159,7 @@ def flag_keywords(hint: Any) -> dict[str, Any]:
     """Keywords of ``add_argument`` for a field annotated ``hint``.
 
     bool: ``--flag`` and ``--no-flag``; Literal: choices; dict or dataclass: JSON; list or
-    tuple: several values. Of a union the first of these that it holds is taken.
+    tuple: several values. For a union, the first of these that it holds is taken.
     """
     members = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
     kinds = {get_origin(member) or member for member in members}

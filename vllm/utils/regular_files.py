@@ -1,4 +1,4 @@
-"""Opening files of folders that others can write to, where a pipe or a huge file may lie."""
+"""Opening files in folders that others can write to, which may hold a pipe or a huge file."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import BinaryIO
 
 
 def is_regular(path: str | os.PathLike[str]) -> bool:
-    """Whether there is a regular file, or a link to one."""
+    """Return whether ``path`` is a regular file, or a link to one."""
     try:
         return stat.S_ISREG(os.stat(path).st_mode)
     except OSError:

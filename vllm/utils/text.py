@@ -1,4 +1,4 @@
-"""Words for error messages, names for files."""
+"""Suggestions for error messages, and safe file names."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def did_you_mean(name: str, candidates: Iterable[str]) -> str:
 
 
 def unknown_key_message(owner: str, key: str, known: Iterable[str]) -> str:
-    """Message for a key that ``owner`` does not have: the nearest one, or else all of them."""
+    """Message about a key that ``owner`` does not have: the nearest key, or else all keys."""
     names = sorted(known)
     hint = did_you_mean(key, names) or f"; known keys: {', '.join(names)}"
     return f"{owner}: unknown key {key!r}{hint}"
@@ -36,8 +36,8 @@ def unknown_key_message(owner: str, key: str, known: Iterable[str]) -> str:
 def safe_name(request_id: str) -> str:
     """A file name for any request id: different ids have different names.
 
-    Ids of ordinary characters are kept. All others have those characters replaced and a
-    hash added; so have the ids that look as if they carried such a hash.
+    Ids of ordinary characters are kept. In others the unsafe characters are replaced and a
+    hash is added. Ids that look as if they had such a hash get one, too.
     """
     name = _UNSAFE.sub("_", request_id)
     if name.startswith("."):

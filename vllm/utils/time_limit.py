@@ -1,9 +1,9 @@
-"""A limit for calls into code of others that may never return.
+"""A time limit for calls into third-party code that may never return.
 
-In the main thread an alarm ends the call where it stands: Python code, sleeps, locks and sockets
-end with a TimeoutError; a call into a library ends when it comes back to Python. Signals reach no
-other thread: there a watchdog ends the call where it next runs Python code, and the log says that
-it is late, for a sleep or a lock ends by itself or not at all.
+In the main thread an alarm ends the call at once: Python code, sleeps, locks and sockets end with a
+TimeoutError; a call into a library ends when it returns to Python. Signals do not reach other
+threads: there a watchdog ends the call when it next runs Python code. The log says that the call is
+late, because a sleep or a lock may never end.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ logger = init_logger(__name__)
 
 @contextmanager
 def time_limit(seconds: float | None, what: str) -> Iterator[None]:
-    """TimeoutError that says ``what`` took longer than ``seconds``; None: no limit."""
+    """Raise TimeoutError, which names ``what``, after ``seconds``; None: no limit."""
     message = f"{what} did not return within {seconds or 0:g} seconds"
     if seconds is None:
         yield
@@ -49,13 +49,13 @@ def _alarm(seconds: float, message: str) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, handler)
-        if rest:  # somebody else's alarm, which was not due before
+        if rest:  # another alarm was set, and was not due before this one
             left = rest - (time.monotonic() - began)
             signal.setitimer(signal.ITIMER_REAL, max(left, 1e-6), interval)
 
 
 class _LateError(TimeoutError):
-    """What the watchdog raises in the thread of a call."""
+    """Raised by the watchdog in the thread of a late call."""
 
 
 class _Call:
@@ -66,15 +66,15 @@ class _Call:
         self.is_late = False
 
     def raise_in_thread(self, error: type[BaseException] | None) -> None:
-        """As soon as the thread runs Python code; None: take back what it has not met."""
+        """Raise ``error`` when the thread next runs Python code; None: cancel a pending one."""
         ctypes.pythonapi.PyThreadState_SetAsyncExc(
             ctypes.c_ulong(self.thread_id), None if error is None else ctypes.py_object(error)
         )
 
 
 class _Watchdog:
-    """One thread that looks after the calls of all others; it sleeps until the first deadline that
-    it knows of, and starts with the first call."""
+    """One thread that watches the calls of all others. It starts with the first call and sleeps
+    until the earliest deadline."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()

@@ -11,20 +11,20 @@ STR_DTYPE_TO_TORCH_DTYPE = {
     "float": torch.float32,
     "float32": torch.float32,
 }
-"""The dtypes in which models run, and keys and values are kept, by what options call them."""
+"""The dtypes of models and of their keys and values, by the names that options use."""
 
 
 def get_kv_cache_torch_dtype(
     cache_dtype: str | torch.dtype, model_dtype: str | torch.dtype | None = None
 ) -> torch.dtype:
-    """Of keys and values; "auto" means the model's.
+    """The dtype of keys and values; "auto" means the model's.
 
-    ValueError: no dtype that they are kept in.
+    ValueError: keys and values cannot have this dtype.
     """
-    asked = model_dtype if cache_dtype == "auto" else cache_dtype
-    if isinstance(asked, torch.dtype):
-        return asked
-    if asked not in STR_DTYPE_TO_TORCH_DTYPE:
+    dtype = model_dtype if cache_dtype == "auto" else cache_dtype
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    if dtype not in STR_DTYPE_TO_TORCH_DTYPE:
         known = ", ".join(STR_DTYPE_TO_TORCH_DTYPE)
-        raise ValueError(f"cache_dtype={asked!r} is none of: auto, {known}")
-    return STR_DTYPE_TO_TORCH_DTYPE[asked]
+        raise ValueError(f"cache_dtype={dtype!r} is not one of: auto, {known}")
+    return STR_DTYPE_TO_TORCH_DTYPE[dtype]

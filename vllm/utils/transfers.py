@@ -1,4 +1,4 @@
-"""Between host and device without waiting: for a step nothing is worth stopping the device."""
+"""Copies between host and device that do not wait, so that no step stops the device."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ if TYPE_CHECKING:
 
 
 def pinned_for(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
-    """The host tensor in memory from which a copy to the device waits for nothing.
+    """Pin the host tensor unless the device is the CPU, so that a copy to it does not wait.
 
-    From other memory it would wait for everything queued before it, and so would a copy that
+    A copy from other memory would wait for everything queued before it, and so would a copy that
     changes the dtype.
     """
     return tensor if device.type == "cpu" else tensor.pin_memory()
 
 
 def to_device(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
-    """The array on the device; on the way there later kernels may be queued."""
+    """Copy the array to the device; more kernels may be queued while the copy runs."""
     tensor = torch.from_numpy(array)
     if device.type == "cpu":
         return tensor
@@ -28,10 +28,10 @@ def to_device(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
 
 
 def prepare_pinned_memory(largest_bytes: int) -> None:
-    """Let torch have pinned memory of every size that steps will ask for, up to ``largest_bytes``.
+    """Make torch hold pinned memory of every size that steps will ask for, up to ``largest_bytes``.
 
-    It keeps it in classes of powers of two, and asks the driver, which holds the device up, when
-    a class has none free.
+    torch keeps it in classes of powers of two. When a class has none free, torch asks the driver,
+    which stalls the device.
     """
     held = []
     for bits in range(largest_bytes.bit_length()):
@@ -40,7 +40,7 @@ def prepare_pinned_memory(largest_bytes: int) -> None:
 
 
 def prepare_pinned_pieces(num_bytes: int, count: int) -> None:
-    """Let torch have so much pinned memory for ``count`` pieces of one size."""
+    """Make torch hold pinned memory for ``count`` pieces of ``num_bytes`` each."""
     held = [torch.empty(num_bytes, dtype=torch.int8, pin_memory=True) for _ in range(count)]
     del held
 
@@ -50,7 +50,7 @@ _SMALL_BYTES = 1 << 18
 
 
 class HostCopy:
-    """A tensor on its way to the host, behind what its stream has queued."""
+    """A copy of a tensor to the host, queued on the tensor's stream."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._host = tensor
@@ -58,11 +58,11 @@ class HostCopy:
         if tensor.device.type != "cpu":
             self._host = torch.empty_like(tensor, device="cpu", pin_memory=True)
             self._host.copy_(tensor, non_blocking=True)
-            self._arrival = torch.Event(tensor.device, blocking=True)  # whoever waits sleeps
+            self._arrival = torch.Event(tensor.device, blocking=True)  # a waiting thread sleeps
             self._arrival.record()
 
     def wait_on_device(self) -> None:
-        """What the device's current stream is given from now on comes after the copy."""
+        """Make later work on the device's current stream wait for the copy."""
         if self._arrival is not None:
             self._arrival.wait()
 

@@ -1,5 +1,5 @@
-"""Files with the weights of a local checkpoint: listing them, telling them apart, and reading those
-that ``torch.save`` wrote, of which no code is ever run.
+"""Files with the weights of a local checkpoint: listing them, telling them apart, and reading files
+of ``torch.save`` without ever running code from them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 import xxhash
 
 NOT_WEIGHTS = ("training_args", "optimizer", "scheduler", "scaler", "rng_state")
-"""What names of such files beside a model's weights begin with."""
+"""Beginnings of the names of ``.bin`` files that lie beside a model's weights."""
 
 
 _EDGE_BYTES = 1 << 20
@@ -22,7 +22,7 @@ _SAMPLE_BYTES = 4096
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """All files with weights in a local checkpoint, by name; empty: there are none."""
+    """All files with weights in a local checkpoint, sorted by name; empty if there are none."""
     return sorted(folder.glob("*.safetensors")) or torch_files(folder)
 
 
@@ -36,8 +36,8 @@ def digest_of_ends(paths: list[Path]) -> str:
 def digest_of_samples(paths: list[Path]) -> str:
     """A digest of 4 KiB at 256 places all over each file.
 
-    Weights of which only some matrices changed, as where an adapter was merged, differ there even
-    if both ends of their files are alike.
+    It differs even if only some matrices changed, as after merging an adapter, and both ends of
+    the files did not.
     """
     return _digest(
         paths, lambda size: ((size * i // _SAMPLES, _SAMPLE_BYTES) for i in range(_SAMPLES))
@@ -56,17 +56,16 @@ def _digest(paths: list[Path], places: Callable[[int], Iterable[tuple[int, int]]
 
 
 def torch_files(folder: Path) -> list[Path]:
-    """Those with weights, in order of their names; none where other endings are used."""
+    """The ``.bin`` files with weights, sorted by name."""
     found = sorted(path for path in folder.glob("*.bin") if not path.name.startswith(NOT_WEIGHTS))
     named = [path for path in found if path.name.startswith("pytorch_model")]
     return named or found
 
 
 def read_torch_file(path: Path, *, shapes_only: bool = False) -> dict[str, torch.Tensor]:
-    """Its tensors by name, on the CPU: mapped into memory, and read where they are used; of the
-    format before torch 1.6 all at once. shapes_only: on the meta device.
-
-    ValueError names the file: it is damaged, or holds something else.
+    """The tensors of a file by name, on the CPU. The file is mapped into memory, so tensors are
+    read when they are used; a file older than torch 1.6 is read at once. shapes_only: on the meta
+    device. ValueError names the file: it is damaged, or holds something else.
     """
     try:
         with path.open("rb") as file:
@@ -76,18 +75,18 @@ def read_torch_file(path: Path, *, shapes_only: bool = False) -> dict[str, torch
         found = torch.load(path, map_location=place, weights_only=True, mmap=mapped)
     except pickle.UnpicklingError as error:
         raise ValueError(
-            f"{path} is no file of tensors, or not a whole one; what else is in it is not loaded, "
-            f"for it may be code ({_first_line(error)}); convert it to safetensors"
+            f"{path} is not a file of tensors, or is not complete; other content is not loaded, "
+            f"because it may be code ({_first_line(error)}); convert it to safetensors"
         ) from error
     except Exception as error:  # whatever damaged bytes lead to
         raise ValueError(
-            f"{path} is not a whole file of torch ({_first_line(error)}); fetch or write it again"
+            f"{path} is not a complete torch file ({_first_line(error)}); fetch or write it again"
         ) from error
     if not isinstance(found, dict):
-        raise ValueError(f"{path} holds {type(found).__name__}, not tensors by their names")
+        raise ValueError(f"{path} holds {type(found).__name__}, not tensors by name")
     for name, tensor in found.items():
         if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
-            raise ValueError(f"{path} holds {name!r}: {type(tensor).__name__}, which is no tensor")
+            raise ValueError(f"{path} holds {name!r}: {type(tensor).__name__}, not a tensor")
     if shapes_only and not is_archive:
         return {name: tensor.to("meta") for name, tensor in found.items()}
     return dict(found)

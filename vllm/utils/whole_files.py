@@ -1,9 +1,9 @@
-"""Files that are whole once they can be seen: made under a temporary name, then renamed.
+"""Files that appear complete: they are written under a temporary name, then renamed.
 
     .<name>.<32 hexadecimal digits>.tmp             temporary name beside <name>
-    .<name>.<owner>.<32 hexadecimal digits>.tmp     the same, of one of several writers
+    .<name>.<owner>.<32 hexadecimal digits>.tmp     the same for one of several writers
 
-Temporary names are hidden, and nothing else uses them, so that what killed writers left can be told
+Temporary names are hidden, and nothing else uses them, so leftovers of killed writers can be told
 from all other files.
 """
 
@@ -31,7 +31,7 @@ class TemporaryName(NamedTuple):
 
     @classmethod
     def parse(cls, name: str) -> TemporaryName | None:
-        """None: this is not a temporary name."""
+        """Split a temporary name; return None for any other name."""
         found = _TEMPORARY.fullmatch(name)
         return None if found is None else cls(found["name"], found["owner"])
 
@@ -47,7 +47,7 @@ def temporary_path(path: str | os.PathLike[str], owner: str | None = None) -> st
 
 
 def write_whole(path: str | os.PathLike[str], content: bytes, owner: str | None = None) -> None:
-    """Write a file and wait for the disk; until then the old one is still there."""
+    """Write a file and wait for the disk; until then an older file of that name stays."""
     temporary = temporary_path(path, owner)
     try:
         with open(temporary, "xb") as file:
@@ -63,7 +63,7 @@ def write_whole(path: str | os.PathLike[str], content: bytes, owner: str | None 
 
 
 def sync_path(path: str | os.PathLike[str]) -> None:
-    """Return when a file, or the names in a folder, are on the disk."""
+    """Wait until a file, or the names in a folder, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -76,10 +76,10 @@ def remove_temporary(
     owners: Collection[str] | None = None,
     least_age_seconds: float = 0.0,
 ) -> None:
-    """Remove what writers that were killed left in ``folder``, files and folders.
+    """Remove the temporary files and folders that killed writers left in ``folder``.
 
-    owners: remove only what these left, who must not be writing; None: remove what anybody left.
-    What this process may not remove stays.
+    owners: remove only theirs; they must not be writing. None: remove those of all writers.
+    Whatever this process may not remove stays.
     """
     with suppress(FileNotFoundError), os.scandir(folder) as entries:
         for entry in entries:
