@@ -1,4 +1,4 @@
-// Activations by themselves, and the clamped gate: every element on its own.
+// Plain activations, and the clamped gate; each element is computed separately.
 #include "row_maps.h"
 
 namespace vllm {

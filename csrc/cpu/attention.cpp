@@ -1,9 +1,9 @@
 // Paged causal attention: cutting the batch into units of work.
 //
 // An item is some rows of one request and kv head. A thread takes an item and walks its
-// partitions of keys, or, when there are too few items for the threads, single
-// partitions are handed out and merged afterwards in the same order. Keys that several items
-// meet are packed beforehand, once for all of them.
+// partitions of keys. If there are too few items for the threads, single partitions are handed
+// out and merged afterwards in the same order. Keys that several items read are packed
+// beforehand, once for all of them.
 #include "attention_rows.h"
 
 namespace vllm {
@@ -12,20 +12,20 @@ namespace {
 // Most memory that handing out single partitions may take.
 constexpr int64_t kMaxSplitBytes = int64_t(64) << 20;
 
-// Most memory that keys packed beforehand may take; items pack what is behind them themselves.
+// Most memory that keys packed beforehand may take; items pack the keys after them themselves.
 constexpr int64_t kMaxSharedBytes = int64_t(64) << 20;
 
 // Rows of a request and kv head from which keys are shared.
 constexpr int64_t kSharingRows = 4096;
 
-// Items a thread, at least, before items get fewer rows than kMaxRows; fewest rows then.
+// With fewer items per thread than this, items get fewer rows than kMaxRows, but at least kMinRows.
 constexpr int64_t kItemsPerThread = 4;
 constexpr int64_t kMinRows = 2 * kBlockRows;
 
 struct Item {
   RowRange range;
   int64_t first_partition, partitions;
-  int64_t first_state;  // partitions before this item's, over all items
+  int64_t first_state;  // number of partitions of all earlier items
   SharedTiles shared;
 };
 
@@ -63,7 +63,7 @@ RowRange whole_range(const AttentionArgs& args, int64_t request, int64_t head) {
           args.seq_lens[request] - tokens};
 }
 
-// What the items of a request share, if it has rows enough.
+// The tiles that the items of a request share, if it has enough rows.
 template <class Math>
 SharedTiles shared_tiles(const AttentionArgs& args, int64_t request) {
   SharedTiles shared;
@@ -88,8 +88,8 @@ Sizes measure(const AttentionArgs& args, int64_t item_rows) {
   return sizes;
 }
 
-// The longest items of a request first, so that threads end at about the same time. Their
-// tiles go to `memory`, as long as there are `tiles` left.
+// Makes the longest items of a request first, so that threads end at about the same time. Their
+// shared tiles go to `memory`, as long as there are `tiles` left.
 template <class Math>
 void make_items(const AttentionArgs& args, int64_t item_rows, Item* item, Cell* memory,
                 int64_t tiles) {
@@ -114,7 +114,7 @@ void make_items(const AttentionArgs& args, int64_t item_rows, Item* item, Cell* 
   }
 }
 
-// The tiles that the items of a request share. items: its first ones, one a kv head.
+// Packs the tiles that the items of a request share. items: its first ones, one per kv head.
 template <class Math>
 Status pack_tiles(const AttentionArgs& args, const Item* items,
                   const typename Math::Element* zeros) {
@@ -134,7 +134,7 @@ Status pack_tiles(const AttentionArgs& args, const Item* items,
   return Status(status.value);
 }
 
-// One thread, all partitions of an item.
+// Runs all partitions of an item on one thread.
 template <class Math>
 Status run_item(const AttentionArgs& args, const Item& item, const Item* next) {
   AttentionRows<Math> rows(args, item.range, item.shared, next == nullptr ? nullptr : &next->range);
@@ -143,7 +143,7 @@ Status run_item(const AttentionArgs& args, const Item& item, const Item* next) {
   if (memory == nullptr || !rows.prepare()) return kOutOfMemory;
   RowStates total(memory, item.range.rows), part(memory + floats, item.range.rows);
   for (int64_t p = 0; p < item.partitions; ++p) {
-    RowStates& states = p == 0 ? total : part;  // merging the first one with nothing: itself
+    RowStates& states = p == 0 ? total : part;  // the first partition needs no merge
     const Status status = rows.run_partition(item.first_partition + p, states);
     if (status != kOk) return status;
     if (p > 0) merge(total, part, item.range.rows, rows.padded());
@@ -152,7 +152,7 @@ Status run_item(const AttentionArgs& args, const Item& item, const Item* next) {
   return kOk;
 }
 
-// Partitions on different threads, then the merge. memory: `floats` for each partition,
+// Runs partitions on different threads, then merges. memory: `floats` for each partition,
 // then for each item.
 template <class Math>
 Status run_split(const AttentionArgs& args, const Item* items, int64_t count, int64_t partitions,

@@ -1,15 +1,15 @@
-// Some query rows on their way through the keys of a request.
+// The walk of some query rows over the keys of a request.
 //
 // A *row* is one query head of one token; rows of a request and kv head are numbered
 // token * group + head in group. Keys come in packed tiles, in partitions of kPartitionKeys
-// that are cut at absolute positions too. A tile meets the rows in blocks, each with no more
-// of its keys than the block sees.
+// that are also cut at absolute positions. A tile is multiplied with blocks of rows, and for each
+// block only with the keys that the block sees.
 //
 // Inside a partition the softmax runs online (maximum, sum, weighted values); partitions are
-// merged in order. A tile or partition that is masked for a row leaves it as it was, bit by
+// merged in order. A tile or partition that is masked for a row leaves the row as it was, bit by
 // bit: its probabilities are exactly 0, its rescaling exactly 1 (and the sign of a zero is
-// dropped at the end). The same holds for the masked keys of a tile. So it does not matter
-// which rows share a tile or a block, nor whether partitions run in parallel.
+// dropped at the end). The same holds for the masked keys of a tile. So bits do not depend on
+// which rows share a tile or a block, nor on whether partitions run in parallel.
 #pragma once
 
 #include <cmath>
@@ -19,13 +19,13 @@
 namespace vllm {
 
 constexpr int64_t kPartitionKeys = 1024;
-constexpr int64_t kMaxRows = 384;   // of a range: the more, the less packing
-constexpr int64_t kBlockRows = 48;  // of a block: its scores stay in the nearest caches
+constexpr int64_t kMaxRows = 384;   // rows of a range; more rows need less packing
+constexpr int64_t kBlockRows = 48;  // rows of a block, whose scores stay in the nearest caches
 
 constexpr float kNoMaximum = -__builtin_inff();
 constexpr double kLog2E = 1.4426950408889634;
 
-// What one partition knows of each row: maximum [rows], sums [rows, kWidth] (one a lane,
+// The state of each row in one partition: maximum [rows], sums [rows, kWidth] (one per lane,
 // added up at the end), values [rows, padded value size].
 struct RowStates {
   float* maximum;
@@ -49,7 +49,7 @@ struct RowStates {
 
 VLLM_INLINE float finite_maximum(float m) { return m == kNoMaximum ? 0.0f : m; }
 
-// total = total and part, for the same rows.
+// Merges part into total, for the same rows.
 inline void merge(RowStates& total, const RowStates& part, int64_t rows, int64_t padded) {
   for (int64_t r = 0; r < rows; ++r) {
     const float most = total.maximum[r] > part.maximum[r] ? total.maximum[r] : part.maximum[r];
@@ -70,7 +70,7 @@ inline void merge(RowStates& total, const RowStates& part, int64_t rows, int64_t
 struct RowRange {
   int64_t request, kv_head;
   int64_t first, rows;      // row numbers inside the request
-  int64_t query_tokens;     // of the request in this step
+  int64_t query_tokens;     // tokens of the request in this step
   int64_t first_position;   // absolute position of the request's first query
 };
 
@@ -84,7 +84,7 @@ class AttentionRows {
   static constexpr int64_t kGrain = Tiles::kGrain, kPanel = Tiles::kPanel;
   static constexpr int64_t kValueSteps = Tiles::kValueSteps;
 
-  // next: what this thread will probably turn to afterwards, or null.
+  // next: the range that this thread will probably take next, or null.
   AttentionRows(const AttentionArgs& args, const RowRange& range, const SharedTiles& shared,
                 const RowRange* next = nullptr)
       : args_(args),
@@ -102,7 +102,7 @@ class AttentionRows {
 
   int64_t padded() const { return padded_; }
 
-  // Reserves this thread's memory and reads the queries. False: no memory.
+  // Reserves this thread's memory and reads the queries. False: there is no memory.
   bool prepare() {
     const int64_t rows = round_up(range_.rows, kWidth);
     const int64_t scores = kBlockRows * kTileKeys;
@@ -163,8 +163,8 @@ class AttentionRows {
     return scratch;
   }
 
-  // The keys that row r (inside the range) attends to end behind its own position, and
-  // begin, with a sliding window, that many before, or where its chunk does.
+  // The keys that row r (inside the range) attends to end after its own position. They begin a
+  // sliding window before that end, or where its chunk begins.
   int64_t end_of(int64_t r) const {
     return range_.first_position + (range_.first + r) / group_ + 1;
   }
@@ -180,7 +180,7 @@ class AttentionRows {
   }
   int64_t head(int64_t r) const { return range_.kv_head * group_ + (range_.first + r) % group_; }
 
-  // One over the sum of row r's weights, the sink's included.
+  // One over the sum of row r's weights, including the sink's.
   float inverse_sum(int64_t r, const RowStates& states) const {
     const float sum = reduce_add(load(states.sums + r * kWidth));
     if (args_.sinks == nullptr) return 1.0f / sum;
@@ -229,8 +229,8 @@ class AttentionRows {
     return kOk;
   }
 
-  // A value that is not finite must not reach rows it is masked for (0 * NaN is NaN): each
-  // token on its own, the values it does not see replaced by zeros.
+  // A value that is not finite must not reach rows for which it is masked (0 * NaN is NaN). So
+  // each token is done by itself, with zeros for the values that it does not see.
   Status run_tile_by_token(int64_t tile, int64_t begin, int64_t end, RowStates& states) {
     const Tiles tiles(args_, range_.request, range_.kv_head, zeros_);
     typename Tiles::Rows rows;
@@ -246,7 +246,7 @@ class AttentionRows {
     return kOk;
   }
 
-  // Rows [begin, end) meet the packed tile, block by block.
+  // Attends rows [begin, end) to the packed tile, block by block.
   void attend(int64_t tile, const Cell* packed, int64_t begin, int64_t end, RowStates& states) {
     keys_ = packed;
     values_ = packed + Tiles::key_cells(args_);
@@ -267,8 +267,8 @@ class AttentionRows {
     }
   }
 
-  // scores_ of the block's rows and a part of the tile; of rows that see nothing of a panel
-  // they stay what they were.
+  // Writes scores_ of the block's rows and a part of the tile. Scores of rows that see nothing
+  // of a panel are left as they were.
   void score(int64_t tile, KeyRange part, int64_t first, int64_t last) {
     for (int64_t i = part.begin / kPanel * kPanel; i < part.end; i += kPanel) {
       const int64_t columns = part.end - i < kPanel ? round_up(part.end - i, kWidth) : kPanel;
@@ -281,7 +281,7 @@ class AttentionRows {
     }
   }
 
-  // The scores that the block's rows see, in units of the cap.
+  // Caps the scores that the block's rows see; they are then in units of the cap.
   __attribute__((noinline)) void cap(int64_t tile, KeyRange part, int64_t first, int64_t last) {
     const Floats factor = splat(before_cap_);
     for (int64_t r = first; r < last; ++r) {
@@ -293,7 +293,7 @@ class AttentionRows {
     }
   }
 
-  // The rows' values, rescaled, and those of a part of the tile, weighted.
+  // Rescales the rows' values and adds the weighted values of a part of the tile.
   void add_values(KeyRange part, int64_t first, int64_t last, RowStates& states) {
     const int64_t step = part.begin / Math::kPerCell;
     const int64_t steps = (part.end + Math::kPerCell - 1) / Math::kPerCell - step;
@@ -324,7 +324,7 @@ class AttentionRows {
     next_maximum_[r] = states.maximum[r] > found ? states.maximum[r] : found;
   }
 
-  // rescale_ = 2^(old maximum - new maximum); the new maximum becomes the rows'.
+  // Sets rescale_ = 2^(old maximum - new maximum) and stores the new maximum.
   void rescale(int64_t begin, int64_t end, RowStates& states) {
     for (int64_t r = begin; r < end; r += kWidth) {
       const int64_t m = end - r < kWidth ? end - r : kWidth;
@@ -340,7 +340,7 @@ class AttentionRows {
     return m == kWidth ? load(p) : load_first(p, m);
   }
 
-  // Row r's probabilities, and its sum.
+  // Writes row r's probabilities and updates its sum.
   void weigh(int64_t r, KeyRange part, const float* scores, Cell* probabilities,
              RowStates& states) {
     const Floats factor = splat(log2_scale_);
@@ -359,10 +359,10 @@ class AttentionRows {
   const RowRange* const next_;
   const int64_t group_, size_, padded_, steps_, step_stride_;
   const bool is_capped_;
-  const float before_cap_;  // what a score is multiplied with before its tanh is taken
-  const float log2_scale_;  // and afterwards, or, uncapped, at once
+  const float before_cap_;  // factor of a score before its tanh is taken
+  const float log2_scale_;  // factor after that, or the only one without a cap
   Cell *queries_, *own_tile_, *probabilities_;
-  const Cell *keys_ = nullptr, *values_ = nullptr;  // of the tile at hand
+  const Cell *keys_ = nullptr, *values_ = nullptr;  // of the current tile
   float *scores_, *rescale_, *next_maximum_;
   int64_t* ends_;
   T* zeros_;

@@ -1,4 +1,4 @@
-// Keys and values of one request and kv head, from the pool's blocks into tiles.
+// Packing keys and values of one request and kv head from the pool's blocks into tiles.
 //
 // Keys come in tiles of kTileKeys, cut at absolute positions. A packed tile has the keys as
 // [panels of kPanel keys, steps, kPanel], then the values as [panels of kPanel elements,
@@ -17,8 +17,8 @@ struct AttentionArgs {
   const void* query;
   int64_t query_token_stride, query_head_stride, heads;
   PagedCache cache;
-  int64_t key_size, value_size;  // elements of a key, which begins a token's content,
-  int64_t value_offset;          // and of its value, which begins here
+  int64_t key_size, value_size;  // elements; a key begins at the start of a token's content
+  int64_t value_offset;          // the element at which the value begins
   const int32_t* block_table;
   int64_t table_stride, max_blocks;
   const int32_t* query_start;
@@ -32,7 +32,7 @@ struct AttentionArgs {
   double scale;
   double soft_cap;  // 0: none
 
-  // Elements that stand for a key and its value where neither is wanted.
+  // Elements that replace a key and its value when neither is needed.
   int64_t content() const {
     const int64_t end = value_offset + value_size;
     return end > key_size ? end : key_size;
@@ -40,7 +40,7 @@ struct AttentionArgs {
 };
 
 constexpr int64_t kTileKeys = 256;
-constexpr int64_t kAheadKeys = 64;  // how far ahead of the packing the memory is asked for keys
+constexpr int64_t kAheadKeys = 64;  // distance from the packing to the prefetched keys
 
 struct KeyRange {
   int64_t begin, end;
@@ -56,12 +56,12 @@ class KeyTiles {
   static constexpr int64_t kPanel = kTileVectors * kWidth;    // columns that are packed together
   static constexpr int64_t kValueSteps = kTileKeys / Math::kPerCell;
 
-  // Where the keys of a tile, and those ahead, lie.
+  // Addresses of the keys of a tile, and of those ahead.
   struct Rows {
     const T* key[kTileKeys + kAheadKeys];
   };
 
-  // zeros: args.content() elements, for keys that are not wanted; null: nothing is packed.
+  // zeros: args.content() elements for keys that are not needed; null: nothing is packed.
   KeyTiles(const AttentionArgs& args, int64_t request, int64_t kv_head, const T* zeros)
       : cache_(args.cache),
         key_size_(args.key_size),
@@ -72,7 +72,7 @@ class KeyTiles {
         head_(kv_head),
         zeros_(zeros) {}
 
-  // Steps of a key's product, and how far the rows of a query's cells lie apart.
+  // Steps of a key's product, and the stride between the rows of a query's cells.
   static int64_t steps(const AttentionArgs& args) {
     return (args.key_size + Math::kPerCell - 1) / Math::kPerCell;
   }
@@ -82,15 +82,15 @@ class KeyTiles {
     return key_cells(args) + kValueSteps * round_up(args.value_size, kPanel);
   }
 
-  // The keys of a tile, numbered from its first one, that [wanted.begin, wanted.end) has.
+  // The keys of a tile, numbered from its first one, that are in [wanted.begin, wanted.end).
   static KeyRange part_of(int64_t tile, KeyRange wanted) {
     const int64_t begin = wanted.begin > tile ? wanted.begin - tile : 0;
     const int64_t end = wanted.end - tile;
     return {begin / kGrain * kGrain, end < kTileKeys ? end : kTileKeys};
   }
 
-  // Addresses of the keys of a tile and of those ahead; the zeros for those outside `wanted`.
-  // Returns kBadIndex for a block that does not exist.
+  // Finds the addresses of the keys of a tile and of those ahead; keys outside `wanted` get the
+  // zeros. Returns kBadIndex for a block that does not exist.
   Status find(int64_t tile, KeyRange wanted, Rows* rows) const {
     const int64_t end = tile + kTileKeys + kAheadKeys;
     const int64_t first = wanted.begin > tile ? wanted.begin : tile;
@@ -100,21 +100,21 @@ class KeyTiles {
     return locate(first, last, rows->key + (first - tile));
   }
 
-  // Lets the packing of a tile with `keys` keys ask the memory for the first ones of these, as
-  // far as their blocks exist: one that does not is reported when it is read.
+  // Makes the packing of a tile with `keys` keys prefetch the first of the `wanted` ones, as far
+  // as their blocks exist. A block that does not exist is reported when it is read.
   void find_next(int64_t keys, KeyRange wanted, Rows* rows) const {
     const int64_t first = round_up(keys, kGrain), most = kTileKeys + kAheadKeys - first;
     const int64_t end = wanted.end - wanted.begin < most ? wanted.end : wanted.begin + most;
     locate(wanted.begin, end, rows->key + first);
   }
 
-  // Packs a part of a tile; meanwhile asks the memory for keys to come.
+  // Packs a part of a tile, and meanwhile prefetches later keys.
   void pack(const Rows& rows, KeyRange part, Cell* tile) const {
     const int64_t size = key_size_;
     const int64_t steps = (size + Math::kPerCell - 1) / Math::kPerCell;
     const int64_t stride = round_up(steps, kWidth);
-    // Keys and values in turns where that is a tenth faster (measured, one token a request),
-    // as the functions are that are not inlined.
+    // Keys and values take turns if that is a tenth faster (measured, one token per request). So
+    // are functions that are not inlined.
     const int64_t most = Math::kPerCell > 1 && size > 64 ? kWidth : kTileKeys;
     for (int64_t first = part.begin, last; first < part.end; first = last) {
       last = first + most < part.end ? first + most : part.end;
@@ -147,7 +147,7 @@ class KeyTiles {
  private:
   const T* value(const Rows& rows, int64_t i) const { return rows.key[i] + value_offset_; }
 
-  // Addresses of the keys [first, last), page by page.
+  // Writes the addresses of the keys [first, last), page by page.
   Status locate(int64_t first, int64_t last, const T** key) const {
     const int64_t block_tokens = cache_.pages * cache_.page_tokens;
     for (int64_t position = first; position < last;) {
@@ -203,8 +203,8 @@ class KeyTiles {
   const T* const zeros_;
 };
 
-// Tiles that several ranges of rows read, packed once: the first ones of those that have any of
-// `keys`, all keys that rows of this request attend to.
+// Tiles that several ranges of rows read, packed once. `keys` are all keys that rows of this
+// request attend to; these are the first tiles that have any of them.
 struct SharedTiles {
   Cell* data = nullptr;
   KeyRange keys{0, 0};
@@ -212,7 +212,7 @@ struct SharedTiles {
 
   int64_t first() const { return keys.begin / kTileKeys; }
 
-  // The packed tile at this position, or null; cells: of a tile.
+  // The packed tile at this position, or null; cells: number of cells of a tile.
   const Cell* tile(int64_t position, int64_t cells) const {
     const int64_t i = position / kTileKeys - first();
     return i >= 0 && i < count ? data + i * cells : nullptr;

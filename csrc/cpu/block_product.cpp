@@ -1,4 +1,4 @@
-// Products of cells, for every kernel that has some.
+// Products of cells, for all kernels that need them.
 #include "cells.h"
 
 namespace vllm {

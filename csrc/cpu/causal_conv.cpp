@@ -1,4 +1,4 @@
-// Depthwise causal convolution over time, then SiLU where it is asked for.
+// Depthwise causal convolution over time, then SiLU if applies_silu.
 //
 // A task is up to kMaxChannels channels and some requests, whose tokens it walks. A thread goes
 // through neighbouring requests, as it will in the delta rule.
@@ -57,7 +57,7 @@ class ConvTask {
            row * args_.state_row_stride + channel_;
   }
 
-  // The input of token t of the chunk; t < 0: of the tokens before it.
+  // The input of token t of the chunk; t < 0: of a token before the chunk.
   const T* input(int64_t t) const {
     if (t < 0) return history_[args_.width - 1 + t];
     return static_cast<const T*>(args_.x) + (first_token_ + t) * args_.x_stride + channel_;
@@ -87,7 +87,7 @@ class ConvTask {
     return m == kWidth ? load(p) : load_first(p, m);
   }
 
-  // The inputs before the first token stay where they lie: they are overwritten at the end.
+  // The inputs before the first token are not copied: they are overwritten only at the end.
   void find_history(int64_t request) {
     static constexpr T kNothing[kMaxChannels] = {};
     const bool kept = args_.plan.has_state[request] != 0;
@@ -96,7 +96,7 @@ class ConvTask {
     }
   }
 
-  // Asks the memory for what a request starts from.
+  // Prefetches a request's state and its first inputs.
   VLLM_INLINE void prefetch_history(int64_t request) const {
     constexpr int64_t kLine = 64 / int64_t(sizeof(T));
     const T* x = static_cast<const T*>(args_.x) +
@@ -109,8 +109,8 @@ class ConvTask {
     }
   }
 
-  // Writes the last inputs before token `tokens` of the chunk, the oldest first: what is still
-  // to be read lies in later rows.
+  // Writes the last inputs before token `tokens` of the chunk, oldest first, because rows that are
+  // still to be read come later.
   void save_history(int64_t tokens, int64_t block) const {
     for (int64_t row = 0; row < args_.width - 1; ++row) {
       std::memcpy(state(block, row), input(tokens - (args_.width - 1) + row),
@@ -135,8 +135,8 @@ class ConvTask {
     for (; t < tokens; ++t) convolve_tile<width, 1>(t);
   }
 
-  // The tokens from t on; an input is read once for all of them. width: the number of
-  // taps, 0: args_.width.
+  // Convolves `tokens` tokens from t on; an input is read once for all of them. width: the number
+  // of taps, 0: args_.width.
   template <int width, int tokens>
   void convolve_tile(int64_t t) const {
     const int64_t taps = width == 0 ? args_.width : width;
@@ -170,7 +170,7 @@ class ConvTask {
         });
   }
 
-  // The m channels from c on, fewer than a vector, of a token; rows: of its taps.
+  // Convolves m channels of a token from c on, fewer than a vector; rows: the inputs of its taps.
   __attribute__((noinline)) void convolve_last(const T* const* rows, int64_t c, int64_t m,
                                                T* out) const {
     Floats sum = {};
@@ -189,7 +189,7 @@ class ConvTask {
   const T* history_[kMaxWidth];
 };
 
-// Wide enough for the memory, narrow enough that every thread gets two tasks or more.
+// Channels per task: many enough for memory, few enough that every thread gets two tasks or more.
 int64_t channels_of_a_task(const ConvArgs& args) {
   const int64_t share = args.channels * args.plan.requests / (2 * args.threads);
   const int64_t channels = round_up(share, kMinChannels);

@@ -1,10 +1,10 @@
 // Products of small matrices, on operands of 4-byte cells.
 //
-// A *cell* is what one multiply-add step of a lane takes: a float, or (DotMath) a pair
+// A *cell* is the operand of one multiply-add step of a lane: a float, or (DotMath) a pair
 // of bfloat16 that vdpbf16ps multiplies and adds at once. With A [rows, steps] and
 // B [steps, columns] in cells, block_product forms C [rows, columns] in float32. Every
 // element of C has one chain of operations over the steps, in order, whatever the
-// blocking: that is what makes a row independent of its neighbours.
+// blocking. This makes a row independent of its neighbours.
 #pragma once
 
 #include "kernels.h"
@@ -20,7 +20,8 @@ VLLM_INLINE Floats load_cells(const Cell* p) {
   return v;
 }
 
-// The same of cells that are read once, and drive nothing out of the caches; p: a vector's multiple.
+// The same for cells that are read only once: they evict nothing from the caches. p: aligned to a
+// vector.
 VLLM_INLINE Floats load_passing_cells(const Cell* p) {
 #if defined(__AVX512F__)
   return (Floats)_mm512_stream_load_si512(const_cast<Cell*>(p));
@@ -32,19 +33,20 @@ VLLM_INLINE Floats load_passing_cells(const Cell* p) {
 }
 VLLM_INLINE void store_cells(Cell* p, Floats v) { std::memcpy(p, &v, sizeof v); }
 
-// One float a cell. What knows no more than a `Cells` class is compiled once for all element types.
+// One float per cell. Code that depends only on a `Cells` class is compiled once for all element
+// types.
 struct FloatCells {
   static constexpr int kPerCell = 1;
   static constexpr bool kIsOfTiles = false, kIsWhole = false;
 
   static VLLM_INLINE Floats step(Floats a, Floats b, Floats sum) { return fma(a, b, sum); }
-  static VLLM_INLINE Floats value(Floats sum) { return sum; }  // what the lanes of a sum say
+  static VLLM_INLINE Floats value(Floats sum) { return sum; }  // a sum as floats
 
-  // The cells of two rows in float32 that lie above one another (the second one is not there).
+  // The cells of two float32 rows, one above the other (here of the first one only).
   static VLLM_INLINE Floats stacked_cells(Floats upper, Floats) { return upper; }
 
-  // Stores a vector of cells of the probabilities 2^(score * factor + base); returns sum and
-  // them, as the product will see them.
+  // Stores a vector of cells of the probabilities 2^(score * factor + base). Returns sum plus the
+  // probabilities as the product will see them.
   static VLLM_INLINE Floats weigh(const float* scores, Floats factor, Floats base, Cell* cells,
                                   Floats sum) {
     const Floats p = exp2(fma(load(scores), factor, base));
@@ -53,19 +55,19 @@ struct FloatCells {
   }
 };
 
-// And how elements become those.
+// Makes float cells of elements of type T.
 template <class T>
 struct FloatMath : FloatCells {
   using Element = T;
   using Cells = FloatCells;
 
-  // Cells [i, i + kWidth) of a row of n elements; beyond the row: zero.
+  // Cells [i, i + kWidth) of a row of n elements; zeros beyond the row.
   static VLLM_INLINE Floats row_cells(const T* row, int64_t i, int64_t n) {
     if (i + kWidth <= n) return load(row + i);
     return i < n ? load_first(row + i, n - i) : Floats{};
   }
 
-  // The cells that lie above one another in the rows of one step.
+  // The cells of one step, made of the elements that lie above one another in its rows.
   static VLLM_INLINE Floats column_cells(const T* const* rows, int64_t i, int64_t n) {
     return row_cells(rows[0], i, n);
   }
@@ -132,8 +134,7 @@ struct DotMath {
 #endif
 
 #if defined(__AVX512VNNI__)
-// Pairs of whole numbers of 16 bits, of both sides. Their sums are exact: lanes hold them as
-// whole numbers of 32.
+// Pairs of 16-bit integers on both sides. Their sums are exact: lanes hold them as 32-bit integers.
 struct WholeCells {
   static constexpr int kPerCell = 2;
   static constexpr bool kIsOfTiles = false, kIsWhole = true;
@@ -170,8 +171,8 @@ VLLM_INLINE Status with_math(int64_t dtype, const Call& call) {
   return with_dtype(dtype, [&](auto type) { return call(FloatMath<decltype(type)>()); });
 }
 
-// sums[R rows, V vectors] += A B, kPasses: of a B read once; the cell of A in row r and step s is
-// a[r * a_stride + s * a_step].
+// sums[R rows, V vectors] += A B. kPasses: B is read only once. The cell of A in row r and step s
+// is a[r * a_stride + s * a_step].
 template <class Cells, bool kPasses = false, int R, int V>
 VLLM_INLINE void accumulate(Floats (&sums)[R][V], const Cell* a, int64_t a_stride, int64_t a_step,
                             const Cell* b, int64_t b_stride, int64_t steps) {
@@ -193,7 +194,7 @@ VLLM_INLINE void accumulate(Floats (&sums)[R][V], const Cell* a, int64_t a_strid
   }
 }
 
-// What a product is added to: zeros, C or C * scale[row]. `scale` is null but for the last.
+// The start of a product's sums: zeros, C or C * scale[row]. `scale` is null except for the last.
 enum class Start { kZeros, kSums, kScaled };
 
 template <Start start, int R, int V>
@@ -231,7 +232,7 @@ VLLM_INLINE void add_sums(const Floats (&sums)[R][V], float* c, int64_t c_stride
   }
 }
 
-// C[R rows, V vectors] = A B on top of its start.
+// C[R rows, V vectors] = start + A B.
 template <class Cells, Start start, int R, int V>
 VLLM_INLINE void product_tile(const Cell* a, int64_t a_stride, const Cell* b, int64_t b_stride,
                               int64_t steps, float* c, int64_t c_stride, const float* scale) {
@@ -244,8 +245,7 @@ VLLM_INLINE void product_tile(const Cell* a, int64_t a_stride, const Cell* b, in
 constexpr int kTileRows = kWidth == 4 ? 4 : 6;
 constexpr int kTileVectors = kWidth == 16 ? 4 : 2;
 
-// C [rows, columns] = A B on top of its start, which is kZeros or kScaled. columns: a multiple of
-// kWidth.
+// C [rows, columns] = start + A B; start is kZeros or kScaled. columns: a multiple of kWidth.
 template <class Cells, Start start>
 void block_product(const Cell* a, int64_t a_stride, const Cell* b, int64_t b_stride, int64_t steps,
                    float* c, int64_t c_stride, int64_t rows, int64_t columns, const float* scale);

@@ -1,9 +1,9 @@
 // The delta rule with decays by channel, token by token: lanes are columns of the state.
 //
-// With S the state after the token before, its last update k' u'^T still to be added, one pass
-// over the rows forms D = diag(decay) (S + k' u'^T), D^T k and D^T q; then u = beta (v - D^T k),
-// and the output is D^T q + (k.q) u. Every element has one chain of operations that only earlier
-// tokens enter, so no value depends on where steps end.
+// With S the state after the previous token, still without its last update k' u'^T, one pass over
+// the rows forms D = diag(decay) (S + k' u'^T), D^T k and D^T q; then u = beta (v - D^T k), and the
+// output is D^T q + (k.q) u. Every element has one chain of operations that only earlier tokens
+// enter, so no value depends on where steps end.
 #include <cmath>
 #include <utility>
 
@@ -88,7 +88,7 @@ class ChannelDeltaTask {
     }
   }
 
-  // Row `from` of dk elements times `scale` over its length.
+  // Loads row `from` of dk elements, times `scale` over its norm.
   void load_unit(const T* from, float scale, float* to) const {
     Floats squares = {};
     for (int64_t i = 0; i < padded_; i += kWidth) {
@@ -154,7 +154,7 @@ Status run(const ChannelDeltaArgs& args) {
   const int64_t requests = args.plan.requests;
   const int64_t per_head = (args.dv + kColumns - 1) / kColumns;
   const int64_t blocks = args.heads * per_head;
-  // Requests are cut only as far as every thread gets two tasks.
+  // Requests are cut only until every thread gets two tasks.
   int64_t parts = (2 * args.threads + blocks - 1) / blocks;
   if (parts > requests) parts = requests;
   const int64_t tokens = args.plan.query_start[requests];

@@ -1,7 +1,7 @@
-// What a chunk's keys and queries are multiplied with, before and after the state is: each other,
-// the state, what the tokens add to it.
+// The products of a chunk's keys and queries: with each other, with the state, and with the updates
+// that the tokens add to it.
 //
-// kAsked: what asks the state, keys and queries or (1) queries alone.
+// kAsked: the operands multiplied with the state, (2) keys and queries or (1) queries only.
 #pragma once
 
 #include "chunk_tiles.h"
@@ -10,7 +10,7 @@
 namespace vllm {
 
 constexpr int kVectors = kTileVectors;
-constexpr int kColumns = kVectors * kWidth;  // of S, in one block
+constexpr int kColumns = kVectors * kWidth;  // columns of S in one block
 
 // Keys and queries of a chunk for one k-head, and their inner products.
 template <class Math, int kAsked>
@@ -40,7 +40,7 @@ class ChunkRows {
   const float* with_keys(int64_t i) const { return products_[0][i]; }
   const float* with_queries(int64_t i) const { return products_[kAsked - 1][i]; }
 
-  // key(i) of all rows, query(i) of this step's.
+  // Reads key(i) of all rows and query(i) of this step's rows.
   template <class Key, class Query>
   void read(const Chunk& chunk, const Key& key, const Query& query) {
     for (int64_t i = 0; i < chunk.end; ++i) read_row(key(i), keys_ + i * stride_);
@@ -49,17 +49,17 @@ class ChunkRows {
     for (int64_t i = chunk.first; i < chunk.end; ++i) {
       read_row(query(i), queries_ + i * stride_);
     }
-    turn_keys();  // some time before tiles want them: they wait for stores
+    turn_keys();  // early, because tiles that read them wait for the stores
   }
 
-  // with_keys and with_queries: rows [first, end) of what asks times the keys.
+  // Forms with_keys and with_queries: rows [first, end) of the kAsked operands times the keys.
   void multiply(const Chunk& chunk) {
     multiply_rows(chunk);
     if (chunk.end == kChunk && Math::kPerCell > 1) pair_keys();
   }
 
-  // Rows [first, end) of out [kAsked][kChunk, kColumns] = those of what asks times the state in
-  // cells, [stride(), kColumns] with zeros behind its own.
+  // Rows [first, end) of out [kAsked][kChunk, kColumns] = those of the kAsked operands times the
+  // state in cells [stride(), kColumns], which has zeros after its last row.
   void recall(const Chunk& chunk, const Cell* state, float* out) const {
     if constexpr (Math::kIsOfTiles) {
       return tiles_.template recall<kAsked>(asked_, stride_, state, out);
@@ -68,12 +68,12 @@ class ChunkRows {
     recall(chunk, queries_, state, out + (kAsked - 1) * kChunk * kColumns);
   }
 
-  // The same of the chunk's only row and `Blocks` blocks of a state in the pool, which is read
-  // once, and only what a product takes: out [block][kAsked, kColumns].
+  // The same for the chunk's only row and `Blocks` blocks of a state in the pool. The state is read
+  // once, and only the part that a product needs. out: [block][kAsked, kColumns].
   template <int Blocks>
   void recall_row(const Chunk& chunk, const float* state, float* out) const {
     constexpr int kPer = Math::kPerCell, kAll = Blocks * kVectors;
-    constexpr int64_t kAhead = 16;  // rows from asking for memory to its use
+    constexpr int64_t kAhead = 16;  // rows from a prefetch to its use
     const Cell* row = asked_ + chunk.first * stride_;
     const int64_t apart = kPadded * stride_;
     const PoolRows<kInHalves<T>, const float> rows{state, args_.state_row_stride, args_.dk};
@@ -124,8 +124,8 @@ class ChunkRows {
     }
   }
 
-  // state [dk, kColumns] = kept * state (kStart: kScaled; kZeros: nothing) + keys^T updates,
-  // those in cells; where cells are pairs, `packed` gets the new state in cells.
+  // state [dk, kColumns] = kept * state (kStart: kScaled) or 0 (kZeros) + keys^T updates, with the
+  // updates in cells. If cells are pairs, `packed` gets the new state in cells.
   template <Start kStart>
   void add_outer_products(const Cell* updates, float kept, float* state, Cell* packed) const {
     if constexpr (Math::kIsOfTiles) {
@@ -141,7 +141,7 @@ class ChunkRows {
     if (i < args_.dk) add_to_rows<kStart, 1>(i, updates, kept, state, packed);
   }
 
-  // The same, with kStart: kScaled, of kColumns columns of a state where it lies in the pool.
+  // The same, with kStart: kScaled, for kColumns columns of a state, in place in the pool.
   void add_in_place(const Cell* updates, float kept, const StateRows& state) const {
     if constexpr (Math::kIsOfTiles) return tiles_.add_in_place(pairs_, updates, kept, state);
     int64_t i = 0;
@@ -171,7 +171,7 @@ class ChunkRows {
     }
   }
 
-  // pairs_[step][i]: element i of the keys of two tokens. Cells are two elements here.
+  // Writes pairs_[step][i]: element i of the keys of two tokens. Cells are two elements here.
   void pair_keys() {
     if constexpr (Math::kIsOfTiles) return tiles_.pair_keys(columns_, stride_, pairs_);
     const T* rows[kChunk];
@@ -194,7 +194,7 @@ class ChunkRows {
                         : tiles_.template multiply<kAsked>(asked_, stride_, columns_,
                                                            products_[0][0]);
     }
-    if (count == 1) {  // all at once: chains enough to be busy
+    if (count == 1) {  // all at once, so that there are enough chains of operations
       return block_product<typename Math::Cells, Start::kZeros>(
           rows, apart, columns_, kPadded, stride_, products_[0][chunk.first], kChunk * kPadded,
           kAsked, kPadded, nullptr);
@@ -244,8 +244,8 @@ class ChunkRows {
   template <int R>
   __attribute__((noinline)) void add_in_place(int64_t i, const Cell* updates, float kept,
                                               const StateRows& state) const {
-    constexpr int64_t kAhead = 4 * kTileRows;  // rows from asking for memory to its use
-    constexpr int kPaired = kInHalves<T> ? R / 2 * 2 : 0;  // rows that lie as halves
+    constexpr int64_t kAhead = 4 * kTileRows;  // rows from a prefetch to its use
+    constexpr int kPaired = kInHalves<T> ? R / 2 * 2 : 0;  // rows stored as halves
     const Floats scale = splat(kept);
     const auto ask = [&](const float* row, int v) VLLM_LAMBDA {
       if (v % (16 / kWidth) == 0) __builtin_prefetch(row + v * kWidth);
@@ -254,7 +254,7 @@ class ChunkRows {
 #pragma GCC unroll 4
     for (int v = 0; v < kVectors; ++v) {
 #pragma GCC unroll 8
-      for (int r = 0; r + 1 < R && r < kPaired; r += 2) {  // its rounded halves were just read
+      for (int r = 0; r + 1 < R && r < kPaired; r += 2) {  // the rounded halves were just read
         const Floats rounded = load(state.rounded((i + r) / 2) + v * kWidth);
         const Floats low = load(state.low((i + r) / 2) + v * kWidth);
         ask(state.low((i + r + kAhead) / 2), v);

@@ -1,10 +1,10 @@
-// A request's chunks through the states of some heads: what every rule has in common.
+// Taking a request's chunks through the states of some heads: the code that all rules share.
 //
-// A chunk that is not complete leaves its states as they were, and what its tokens leave *pending*
-// in the request's block; the next step goes on from there. Every element has one chain of
-// operations, which only tokens before it enter, so no value depends on where steps end. With Math =
+// An incomplete chunk leaves its states as they were, and stores what its tokens contribute in the
+// request's block as *pending*; the next step continues from there. Every element has one chain of
+// operations, which only earlier tokens enter, so no value depends on where steps end. With Math =
 // DotMath, and by tiles with TileMath, the long products multiply pairs of bfloat16 (keys and
-// queries as they came, the state and what is added to it rounded); everything else is float32.
+// queries unchanged, the state and its updates rounded); everything else is float32.
 #pragma once
 
 #include <concepts>
@@ -13,7 +13,7 @@
 
 namespace vllm {
 
-// Columns of a head's state, [column, column + n), that make a block.
+// A block: columns [column, column + n) of a head's state.
 struct Columns {
   int64_t head, column, n;
 };
@@ -24,14 +24,15 @@ concept ChunkRule = requires(R rule, const R& entered, const typename R::Args& a
                              const Request& request, const Chunk& chunk, const Columns& columns,
                              const float* answers, Cell* scratch, int64_t n, bool passes) {
   { R::kAsked } -> std::convertible_to<int>;  // as for ChunkRows
-  { R::cells(args) } -> std::convertible_to<int64_t>;  // of scratch memory
+  { R::cells(args) } -> std::convertible_to<int64_t>;  // cells of scratch memory
   R(args, request, n, scratch);  // n: the k-head
-  rule.read(chunk);  // takes in what the k-head has of a chunk
-  entered.rows();  // that, as ChunkRows
-  rule.enter_head(chunk, n);  // takes in what a v-head has of the chunk
+  rule.read(chunk);  // reads the k-head's inputs of a chunk
+  entered.rows();  // these inputs, as ChunkRows
+  rule.enter_head(chunk, n);  // reads a v-head's inputs of the chunk
   rule.load_pending(chunk, columns);  // for a request's first chunk, unless a token passes
   entered.prefetch_pending(chunk, columns);
-  // Writes the outputs of tokens [first, end). answers [kAsked][kChunk, kColumns]: the state's.
+  // Writes the outputs of tokens [first, end). answers [kAsked][kChunk, kColumns]: the products
+  // with the state.
   rule.compute(chunk, columns, answers, passes);
   // After the chunk: S = total S + sum over j of k_j (to_end(j) update(j))^T.
   { entered.update(chunk, n) } -> std::convertible_to<const float*>;
@@ -100,10 +101,10 @@ class ChunkTask {
   }
 
  private:
-  // Of a state in cells.
+  // Rows of a state in cells.
   static int64_t packed_rows(const ChunkArgs& args) { return kPacks ? Rows::stride(args) : 0; }
 
-  // Zeros behind what fills no whole tile.
+  // Fills the ends of incomplete tiles with zeros.
   void fill_tiles() const {
     const int64_t cells = (args_.dk + 1) / 2;
     for (int64_t b = 0; b < end_block_ - first_block_; ++b) {
@@ -113,13 +114,13 @@ class ChunkTask {
     std::memset(weighted_ + kChunk / 2 * kColumns, 0, kChunk / 2 * kColumns * sizeof(Cell));
   }
 
-  // Whether anybody needs the state at the chunk's end.
+  // Whether the state at the chunk's end is needed.
   bool is_read(int64_t target, int64_t end, const Chunk& chunk, bool goes_on) const {
     for (int64_t i = target; i < end; ++i) goes_on |= position(i, chunk) == kChunk;
     return goes_on;
   }
 
-  // Whether a lone token asks the state in the pool and updates it there: no copy is made.
+  // Whether a lone token uses and updates the state in the pool, without a copy.
   bool passes(int64_t target, int64_t end, const Chunk& chunk) const {
     const bool alone = request_.tokens == 1 && chunk.number > 0;
     if (!alone || args_.dv % kColumns != 0) return false;
@@ -133,7 +134,7 @@ class ChunkTask {
     return targets_.position(i, chunk, kChunk);
   }
 
-  // Turns to block b; a new head is entered.
+  // Makes b the current block, and enters its head if it is a new one.
   void enter_block(int64_t b, const Chunk& chunk) {
     const int64_t per_head = (args_.dv + kColumns - 1) / kColumns;
     const int64_t column = b % per_head * kColumns, left = args_.dv - column;
@@ -152,14 +153,14 @@ class ChunkTask {
     if (!passes_) rule_.load_pending(chunk, at_);
   }
 
-  // Where the state of this head lies in a block of the pool, from the columns at hand on.
+  // The place of this head's state in a block of the pool, from the current columns on.
   typename Rows::StateRows pool_rows(int64_t block) const {
     return {args_.state_of(block, at_.head) + at_.column, args_.state_row_stride, args_.dk};
   }
 
-  // Copies the state of this head from here on, in the order in which it lies in memory.
+  // Copies the state of this head from the current columns on, in the order of memory.
   void load_state(int64_t b) {
-    constexpr int64_t kAhead = 12;  // rows from asking for memory to its use
+    constexpr int64_t kAhead = 12;  // rows from a prefetch to its use
     const int64_t blocks = (args_.dv - at_.column + kColumns - 1) / kColumns;
     const int64_t mine = end_block_ - b < blocks ? end_block_ - b : blocks;
     const int64_t left = args_.dv - at_.column, n = left < mine * kColumns ? left : mine * kColumns;
@@ -191,8 +192,8 @@ class ChunkTask {
     }
   }
 
-  // What the state in the pool answers the token, for this head's columns from here on:
-  // passing_[block][kAsked].
+  // Multiplies the token with the state in the pool, for this head's columns from the current ones
+  // on. Result: passing_[block][kAsked].
   void ask_state(int64_t b, const Chunk& chunk) const {
     constexpr int kBlock = kAsked * kColumns;
     const int64_t blocks = (args_.dv - at_.column) / kColumns;
@@ -209,7 +210,7 @@ class ChunkTask {
     }
   }
 
-  // Snapshots go around the caches: they are read when a later request finds them, if ever.
+  // Snapshots bypass the caches: they are read when a later request finds them, if ever.
   void save_state(int64_t block) const {
     const auto rows = pool_rows(block);
     const bool own = block == request_.block;
@@ -233,7 +234,7 @@ class ChunkTask {
     if (!own) stream_fence();
   }
 
-  // To the targets inside this chunk: the state at its start and the tokens since.
+  // Saves the state at the chunk's start, and the tokens since, to the targets inside the chunk.
   void save_pending(const Chunk& chunk, int64_t target, int64_t end) {
     for (int64_t i = target; i < end; ++i) {
       const int64_t rows = position(i, chunk), block = targets_[i].block;
@@ -259,7 +260,7 @@ class ChunkTask {
     rule_.compute(chunk, at_, answers_, passes_);
   }
 
-  // to_end(j) update(j), in cells.
+  // Writes to_end(j) update(j) in cells.
   void weigh_updates(const Chunk& chunk) const {
     constexpr int kPer = Math::kPerCell;
     for (int64_t s = 0; s < kChunk; s += kPer) {
@@ -283,7 +284,7 @@ class ChunkTask {
     }
   }
 
-  // The same of the state in the pool, for a token that passes: there is one.
+  // The same in place in the pool, for a token that passes; there is a state then.
   void advance_in_place(const Chunk& chunk) const {
     weigh_updates(chunk);
     rule_.rows().add_in_place(weighted_, rule_.total(), pool_rows(request_.block));
@@ -295,16 +296,16 @@ class ChunkTask {
   const int64_t k_head_, first_block_, end_block_, padded_, packed_rows_;
   Rule rule_;
   Columns at_{-1, 0, 0};
-  bool passes_ = false;  // of the chunk at hand
+  bool passes_ = false;  // for the current chunk
   float *state_ = nullptr, *states_, *answers_, *passing_;
   Cell *weighted_, *packed_ = nullptr, *packed_states_;
 };
 
-// Blocks of columns of a task: what its states take stays in the second cache from chunk to chunk.
+// Most column blocks of a task, so that its states stay in the second cache from chunk to chunk.
 constexpr int64_t kMostBlocks = 8;
 
-// All requests of a step; save(request) after that, for what tasks share of incomplete chunks: they
-// may all have read from there.
+// Runs all requests of a step, then save(request) for the data of incomplete chunks that tasks
+// share. It comes last because all tasks may read these places.
 template <class Math, ChunkRule Rule, class Save>
 Status run_chunks(const typename Rule::Args& args, const Save& save) {
   const StatePlanArgs& plan = args.plan;
@@ -312,10 +313,10 @@ Status run_chunks(const typename Rule::Args& args, const Save& save) {
   const int64_t threads = work / kWidth < kSerialWork ? 1 : args.threads;
   const int64_t blocks = args.group() * ((args.dv + kColumns - 1) / kColumns);
   int64_t parts = (blocks + kMostBlocks - 1) / kMostBlocks;
-  // Of a k-head's columns: each forms the inner products again.
+  // Parts of a k-head's columns; each part forms the inner products again.
   while (parts < blocks && plan.requests * args.num_k_heads * parts < 2 * threads) ++parts;
   SharedStatus status;
-  // The states of neighbours lie side by side.
+  // Runs, because the states of neighbours lie side by side.
   parallel_runs(threads, plan.requests * args.num_k_heads * parts, [&](int64_t i) {
     const int64_t part = i % parts, k_head = i / parts % args.num_k_heads;
     const Request request(args, i / parts / args.num_k_heads);

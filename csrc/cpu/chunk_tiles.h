@@ -1,10 +1,9 @@
-// What tiles do for a chunk of tokens (chunk_rows.h says what that is): all products but those that
-// stay in float32.
+// Products by tiles for a chunk of tokens (chunk_rows.h): all products except those in float32.
 //
-// kAsked: keys and queries ask the state, or (1) queries alone. They lie one after the other, 16
-// rows each, so that both meet at once what they are multiplied with, and so do a lone key and its
-// query: one order of sums, whatever the step has of the chunk. Rows that it has not are multiplied
-// too, and nobody reads what comes of them.
+// kAsked: the operands multiplied with the state, (2) keys and queries or (1) queries only. They
+// lie one after the other, 16 rows each, so that both are multiplied at once, and so are a lone key
+// and its query. There is one order of sums, whatever part of the chunk the step has. Rows that the
+// step does not have are multiplied too, but their results are not read.
 #pragma once
 
 #include <algorithm>
@@ -15,10 +14,10 @@
 namespace vllm {
 
 template <class Math>
-class ChunkTiles {};  // of a Math that knows no tiles: nothing
+class ChunkTiles {};  // empty for a Math without tiles
 
 #if defined(__AMX_BF16__)
-// Has the tiles of its thread as long as it lives.
+// Owns the tiles of its thread during its lifetime.
 template <>
 class ChunkTiles<TileMath> {
  public:
@@ -26,7 +25,7 @@ class ChunkTiles<TileMath> {
   ChunkTiles(const ChunkTiles&) = delete;
   ~ChunkTiles() { _tile_release(); }
 
-  // products[kAsked][16][16] = what asks times the keys. columns[step][16 keys]: their cells.
+  // products[kAsked][16][16] = the operands times the keys. columns[step][16 keys]: keys in cells.
   template <int kAsked>
   void multiply(const Cell* rows, int64_t stride, const Cell* columns, float* products) {
     const int64_t bytes = stride * int64_t(sizeof(Cell));
@@ -47,7 +46,7 @@ class ChunkTiles<TileMath> {
     if constexpr (kAsked == 2) _tile_stored(2, products + kTileSide * kTileSide, kTileBytes);
   }
 
-  // The same of a lone token, whose query lies so many cells behind its key.
+  // The same for a lone token, whose query lies `apart` cells after its key.
   template <int kAsked>
   void multiply_row(const Cell* row, int64_t apart, int64_t stride, const Cell* columns,
                     float* products) {
@@ -62,7 +61,7 @@ class ChunkTiles<TileMath> {
     _tile_stored(0, products, kTileSide * kTileBytes);
   }
 
-  // out[kAsked][16][kTileColumns] = what asks times the state [stride, kTileColumns].
+  // out[kAsked][16][kTileColumns] = the operands times the state [stride, kTileColumns].
   template <int kAsked>
   void recall(const Cell* rows, int64_t stride, const Cell* state, float* out) {
     take_shape(kPairRows);
@@ -70,8 +69,8 @@ class ChunkTiles<TileMath> {
                        kTileColumns);
   }
 
-  // out[blocks][kAsked][kTileColumns] = a lone token's times blocks of columns of a state in the
-  // pool. Nothing is asked for ahead: measured, tiles only wait for that.
+  // out[blocks][kAsked][kTileColumns] = a lone token's operands times blocks of columns of a state
+  // in the pool. Nothing is prefetched: measured, tiles only wait for prefetches.
   template <int kAsked, class Rows>
   void recall_row(const Cell* row, int64_t apart, Rows rows, int64_t blocks, float* out) {
     take_shape(kAsked);
@@ -81,7 +80,7 @@ class ChunkTiles<TileMath> {
     }
   }
 
-  // pairs[element][16 cells]: that element of two keys in each of the first 8, and zeros.
+  // pairs[element][16 cells]: that element of two keys in each of the first 8 cells, then zeros.
   static void pair_keys(const Cell* columns, int64_t stride, Cell* pairs) {
     alignas(64) uint16_t halves[2 * kTileSide];  // the even ones, then the odd ones
     for (int i = 0; i < kTileSide; ++i) halves[i] = 2 * i, halves[kTileSide + i] = 2 * i + 1;
@@ -95,8 +94,8 @@ class ChunkTiles<TileMath> {
     }
   }
 
-  // state[rows, kTileColumns] = kept * state (kStart: kScaled; kZeros: nothing) + keys^T updates;
-  // packed: the same in cells. updates[16 cells]: of two tokens each, 8 and zeros.
+  // state[rows, kTileColumns] = kept * state (kStart: kScaled) or 0 (kZeros) + keys^T updates;
+  // packed: the same in cells. updates[16 cells]: 8 cells of two tokens each, then zeros.
   template <Start kStart>
   void add_outer_products(const Cell* pairs, const Cell* updates, int64_t rows, float kept,
                           float* state, Cell* packed) {
@@ -121,7 +120,7 @@ class ChunkTiles<TileMath> {
     });
   }
 
-  // The same, with kStart: kScaled, of a state where it lies in the pool.
+  // The same, with kStart: kScaled, for a state in place in the pool.
   template <class Rows>
   void add_in_place(const Cell* pairs, const Cell* updates, float kept, const Rows& state) {
     const Floats scale = splat(kept);
@@ -148,7 +147,7 @@ class ChunkTiles<TileMath> {
   }
 
  private:
-  // A copy is made of rows that fill no tile.
+  // Rows that do not fill a tile are copied.
   template <class Rows>
   static void recall_block(const Cell* key, int64_t apart, const Rows& rows, float* out) {
     const int64_t pairs = rows.pairs(), whole = pairs / kTileSide * kTileSide;
@@ -169,7 +168,7 @@ class ChunkTiles<TileMath> {
                            kTileColumns);
   }
 
-  // take(i, sums) for every 16 rows from i on of keys^T updates: sums[16, kTileColumns].
+  // Calls take(i, sums) for every 16 rows of keys^T updates, from row i on: sums[16, kTileColumns].
   template <class Take>
   void form_outer_products(const Cell* pairs, const Cell* updates, int64_t rows,
                            const Take& take) {
@@ -197,7 +196,7 @@ class ChunkTiles<TileMath> {
       _tile_dpbf16ps(1, 0, 7);
       _tile_stored(1, out + 3 * kTileSide, kBytes);
     };
-    multiply(0);  // ahead of what takes them: stores are not read at once
+    multiply(0);  // one tile ahead of `take`, because stores cannot be read at once
     for (int64_t i = 0; i < rows; i += kTileSide) {
       if (i + kTileSide < rows) multiply(i + kTileSide);
       take(i, sums[i / kTileSide % 2]);

@@ -1,4 +1,4 @@
-// Chunks of tokens that begin at absolute positions, the states that they meet, and where these go.
+// Chunks of tokens that begin at absolute positions, and the places of their states.
 #pragma once
 
 #include "operation.h"
@@ -7,34 +7,34 @@
 
 namespace vllm {
 
-// Tokens of a chunk of 16-bit types, at absolute positions: also the most pending ones.
+// Tokens of a chunk of 16-bit types, at absolute positions; at most so many are pending.
 // PENDING_TOKENS of vllm/ops/layout.py.
 constexpr int64_t kChunkTokens = 16;
 
-// Tokens of a chunk: with one, as for float32, nothing is ever pending.
+// Tokens of a chunk. With one token, as for float32, nothing is ever pending.
 template <class T>
 constexpr int kChunkOf = sizeof(T) == 2 ? int(kChunkTokens) : 1;
 
-// Whether tokens can be pending, and states lie as state_halves.h says.
+// Whether tokens can be pending, and states are stored as in state_halves.h.
 template <class T>
 constexpr bool kInHalves = kChunkOf<T> > 1;
 
-// Views of the pool, of what tokens since the last whole chunk left there.
+// A view of the pool with data of the tokens since the last whole chunk.
 struct Pending {
   void* data = nullptr;
   int64_t block_stride = 0;
 };
 
 inline Pending pending_view(const std::vector<Tensor>& views, size_t i) {
-  if (i >= views.size()) return {};  // of float32 nothing is ever pending
+  if (i >= views.size()) return {};  // with float32 nothing is ever pending
   return {views[i].data_ptr(), views[i].stride(0)};
 }
 
-// What is the same for every rule by which tokens change states. A head of keys and queries serves
+// Arguments that all rules by which tokens change states share. A head of keys and queries serves
 // num_v_heads / num_k_heads heads of values.
 struct ChunkArgs {
   int64_t dtype, threads, tokens, num_k_heads, num_v_heads, dk, dv;
-  float* state;  // [blocks, num_v_heads, dk, dv], as state_halves.h says
+  float* state;  // [blocks, num_v_heads, dk, dv], stored as in state_halves.h
   int64_t state_blocks, state_block_stride, state_head_stride, state_row_stride;
   const int32_t* seq_lens;
   StatePlanArgs plan;
@@ -59,11 +59,11 @@ struct ChunkArgs {
   }
 };
 
-// A chunk of a request, as far as this step computes it.
+// The part of a request's chunk that this step computes.
 struct Chunk {
-  int64_t number;      // of chunks before it in the request
-  int64_t token;       // in the batch, of row `first`
-  int64_t first, end;  // rows of this step; those before `first` are pending
+  int64_t number;      // number of chunks before it in the request
+  int64_t token;       // token in the batch of row `first`
+  int64_t first, end;  // rows of this step; rows before `first` are pending
   int64_t token_of(int64_t row) const { return token + row - first; }
 };
 
@@ -81,18 +81,18 @@ struct Request {
     return tokens == 0 ? 0 : (start % length + tokens + length - 1) / length;
   }
   Chunk chunk(int64_t k, int64_t length) const {
-    const int64_t begin = k * length - start % length;  // of the chunk, from `token`
+    const int64_t begin = k * length - start % length;  // of the chunk, relative to `token`
     const int64_t first = begin < 0 ? -begin : 0, left = tokens - begin;
     return {start / length + k, token + begin + first, first, left < length ? left : length};
   }
 };
 
-// Where a request's state goes: after the step, or as a snapshot.
+// The block that gets a request's state, after the step or as a snapshot.
 struct Target {
-  int64_t block, tokens;  // of this step
+  int64_t block, tokens;  // tokens: of this step, before the state is saved
 };
 
-// The targets of a request, in order of tokens; the last one is its own block, if it is kept.
+// The targets of a request, in order of tokens. The last is its own block, if the state is kept.
 class Targets {
  public:
   Targets(const StatePlanArgs& plan, const Request& request)
@@ -103,11 +103,11 @@ class Targets {
     if (i == snapshots()) return {request_.block, request_.tokens};
     return {plan_.snapshot_blocks[first_ + i], plan_.snapshot_tokens[first_ + i]};
   }
-  // Among the targets of all requests.
+  // The index of target i among the targets of all requests.
   int64_t number(int64_t i) const {
     return first_ - plan_.snapshot_start[0] + request_.index + i;
   }
-  // Rows of the chunk that target i covers; 0 and less: an earlier chunk's.
+  // Rows of the chunk that target i covers; 0 or less: it lies in an earlier chunk.
   int64_t position(int64_t i, const Chunk& chunk, int64_t length) const {
     return request_.start + (*this)[i].tokens - chunk.number * length;
   }
@@ -120,8 +120,8 @@ class Targets {
   const int64_t first_;
 };
 
-// save(number, block, chunk, first, end) for every target inside of a chunk: rows [first, end) of its
-// tokens are to be pending there, those before are already.
+// save(number, block, chunk, first, end) for every target inside a chunk: rows [first, end) of its
+// tokens have to become pending there; earlier rows already are.
 template <class Save>
 VLLM_INLINE void for_each_pending(const ChunkArgs& args, const Request& request, int64_t length,
                                   const Save& save) {

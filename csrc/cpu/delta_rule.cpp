@@ -6,7 +6,7 @@
 //   o_i =                   m_i e^{L_i} S^T q_i + sum_{j<=i} m_i e^{L_i-L_j} (q_i.k_j) w_j
 // and, after the chunk's last token: S = e^L S + sum_j k_j (e^{L-L_j} w_j)^T.
 //
-// What is pending: k_j, w_j and L_j of the tokens since the last whole chunk.
+// Pending are k_j, w_j and L_j of the tokens since the last whole chunk.
 #include <cmath>
 
 #include "chunk_task.h"
@@ -29,7 +29,7 @@ struct DeltaRuleArgs : ChunkArgs {
   Pending keys;            // [blocks, num_k_heads, kChunkTokens, dk]
   Pending updates;         // float [blocks, num_v_heads, kChunkTokens, dv]
   Pending decays;          // float [blocks, num_v_heads, kChunkTokens]
-  float* decays_to_be = nullptr;  // [targets, num_v_heads, chunk]: until nobody reads those before
+  float* decays_to_be = nullptr;  // [targets, num_v_heads, chunk], until all old ones are read
 };
 
 // Addresses of the inputs, the outputs and the pool.
@@ -66,7 +66,7 @@ struct Places {
   }
 };
 
-// What the tokens of a chunk give to one v-head, whatever the columns.
+// Coefficients of a chunk's tokens for one v-head, the same for all columns.
 template <int kChunk>
 struct HeadCoefficients {
   static constexpr int kPadded = (kChunk + kWidth - 1) / kWidth * kWidth;
@@ -135,8 +135,8 @@ class DeltaRule {
     }
   }
 
-  // Asks the memory for what the next k-head has pending, as far as it is like this one's, and
-  // for where its token goes.
+  // Prefetches the next k-head's pending data, as far as it is like this one's, and the place for
+  // its token.
   VLLM_INLINE void prefetch_pending(const Chunk& chunk, const Columns& at) const {
     if (kChunk == 1 || k_head_ + 1 == args_.num_k_heads) return;
     const int64_t head = at.head + args_.group();
@@ -158,7 +158,7 @@ class DeltaRule {
     }
   }
 
-  // w_j: a token that passes leaves the pending ones where they lie.
+  // w_j; for a token that passes, the pending ones are read from the pool.
   VLLM_INLINE const float* update(const Chunk& chunk, int64_t j) const {
     if (!passes_ || j >= chunk.first) return updates_ + j * kColumns;
     return places_.pending_update(request_.block, j, at_.head) + at_.column;
@@ -187,7 +187,7 @@ class DeltaRule {
     return sum;
   }
 
-  // The inverse norms of this step's rows, times scale; sums over lanes in order.
+  // Writes the inverse norms of this step's rows, times scale; lanes are summed in order.
   void write_norms(const Chunk& chunk, const Cell* rows, float scale, float* norms) const {
     const bool alone = chunk.end - chunk.first == 1;
     if (alone) {
@@ -222,7 +222,7 @@ class DeltaRule {
     const Floats speed = exp(splat(entry(args_.a_log, args_.a_log_dtype, head)));
     const Floats bias = splat(entry(args_.dt_bias, args_.dt_bias_dtype, head));
     for (int64_t i = 0; i < Rows::kPadded; i += kWidth) {
-      // e^-110 is 0 in float32; a larger rate would only cost the sums their digits.
+      // e^-110 is 0 in float32; a larger rate would only cost the sums digits.
       store(rates + i, min(splat(110.0f), speed * softplus(load(a + i) + bias)));
     }
     std::memset(by_.log_decay, 0, sizeof by_.log_decay);
@@ -276,8 +276,8 @@ class DeltaRule {
     }
   }
 
-  // Asks the memory for a token of the next chunk: rows lie too far apart for the hardware
-  // to guess, and a store that misses holds up those that follow.
+  // Prefetches a token of the next chunk: rows lie too far apart for hardware prefetching, and a
+  // store that misses delays later ones.
   VLLM_INLINE void prefetch(int64_t token) const {
     constexpr int64_t kLine = 64 / int64_t(sizeof(T));
     if (at_.column == 0) {
@@ -309,7 +309,7 @@ class DeltaRule {
   bool passes_ = false;
 };
 
-// What the tasks share of incomplete chunks, to the pool.
+// Saves the data of incomplete chunks that tasks share to the pool.
 template <class T>
 void save_keys_and_decays(const DeltaRuleArgs& args, const Request& request) {
   constexpr int kChunk = kChunkOf<T>;

@@ -1,4 +1,4 @@
-// Gates and rotary embeddings: every element on its own.
+// Gates and rotary embeddings; each element is computed separately.
 #include "operation.h"
 #include "vec_math.h"
 
@@ -65,7 +65,7 @@ Status run_relu_squared(const ReluSquaredArgs& args) {
       const T* x = static_cast<const T*>(args.x) + row * args.x_stride;
       map(x, x, static_cast<T*>(args.out) + row * args.n, args.n, {args.x_stride, 0, args.n},
           [](Floats v, Floats) VLLM_LAMBDA {
-            const Floats positive = max(Floats{}, v);  // a NaN stays one
+            const Floats positive = max(Floats{}, v);  // NaN stays NaN
             return positive * positive;
           });
     }

@@ -1,4 +1,4 @@
-// Mixtures of experts: which experts a token gets, and the sum of what they gave.
+// Mixtures of experts: the choice of experts, and the sum of their outputs.
 #include "operation.h"
 #include "vec_math.h"
 
@@ -16,7 +16,7 @@ struct ChoiceArgs {
   int64_t* chosen;  // the same
 };
 
-// Softmax of a row, or the sigmoid of each.
+// Softmax of a row, or the sigmoid of each logit.
 void make_scores(const float* logits, int64_t n, bool by_sigmoid, float* scores) {
   if (by_sigmoid) {
     for_each_vector(
@@ -37,7 +37,7 @@ void make_scores(const float* logits, int64_t n, bool by_sigmoid, float* scores)
   for (int64_t i = 0; i < n; ++i) scores[i] /= sum;
 }
 
-// The best so far, best first; of equals the first one seen.
+// The best values so far, best first; the first of equal ones wins.
 struct Best {
   float* values;
   int64_t* indices;
@@ -143,8 +143,8 @@ struct CombineArgs {
   void* out;
 };
 
-// Elements [i, i + kWidth) of a token, of which `put` takes what there is: the shared ones first,
-// then the ranks in order; every product and every sum is rounded by itself.
+// Sums elements [i, i + kWidth) of a token; `put` stores those that exist. The shared output comes
+// first, then the ranks in order. Every product and every sum is rounded separately.
 template <class T, class Get, class Put>
 VLLM_INLINE void combine(const CombineArgs& args, int64_t token, int64_t i, const Get& get,
                          const Put& put) {

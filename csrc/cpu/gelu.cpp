@@ -4,7 +4,7 @@
 namespace vllm {
 namespace {
 
-// out = f(gate) * up of x as (gate | up).
+// out = f(gate) * up, for x as (gate | up).
 template <class F>
 void run_gate(const Tensor& x, const Tensor& out, int64_t work, const char* operation,
               const F& f) {

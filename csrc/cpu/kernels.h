@@ -1,4 +1,4 @@
-// What the kernels share: element types, loops over vectors.
+// Code that the kernels share: element types, loops over vectors.
 #pragma once
 
 #include "parallel.h"
@@ -20,7 +20,7 @@ VLLM_INLINE Status with_dtype(int64_t dtype, const Call& call) {
 
 inline bool is_dtype(int64_t dtype) { return dtype >= kFloat32 && dtype <= kFloat16; }
 
-// Element i of `values`, whose dtype is known to be one.
+// Element i of `values`, whose dtype has been checked.
 inline float entry(const void* values, int64_t dtype, int64_t i) {
   switch (dtype) {
     case kBFloat16: return to_float(static_cast<const BFloat16*>(values)[i]);
@@ -29,7 +29,7 @@ inline float entry(const void* values, int64_t dtype, int64_t i) {
   }
 }
 
-// block(offset) for whole vectors, then tail(offset, count) for what is left of n.
+// block(offset) for whole vectors, then tail(offset, count) for the rest of n.
 template <class Block, class Tail>
 VLLM_INLINE void for_each_vector(int64_t n, const Block& block, const Tail& tail) {
   int64_t i = 0;
@@ -37,15 +37,14 @@ VLLM_INLINE void for_each_vector(int64_t n, const Block& block, const Tail& tail
   if (i < n) tail(i, n - i);
 }
 
-// Asks the memory for element i of a row that comes later, once a cache line. What the
-// products leave lies in the last cache or beyond it, in rows that are pages apart: the
-// hardware guesses none of them.
+// Prefetches element i of a later row, once per cache line. The outputs of products lie in the
+// last cache or beyond it, in rows that are pages apart, so the hardware prefetches none of them.
 template <class T>
 VLLM_INLINE void prefetch(const T* row, int64_t i) {
   if (i % (64 / int64_t(sizeof(T))) == 0) __builtin_prefetch(row + i, 0, 2);
 }
 
-// How far ahead of each operand its next row lies, in elements. 0: there is none to ask for.
+// Distance from each operand to its next row, in elements. 0: there is none to prefetch.
 struct NextRow {
   int64_t a = 0, b = 0, out = 0;
 };

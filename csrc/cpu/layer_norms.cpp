@@ -1,4 +1,4 @@
-// Layer norms. A row is reduced in an order that depends on its length only.
+// Layer norms. A row is reduced in an order that depends only on its length.
 #include <cmath>
 
 #include "operation.h"
@@ -6,8 +6,8 @@
 namespace vllm {
 namespace {
 
-// x[outer, inner, n] -> out dense. weight: [n], or [inner, n] of every inner row its own; bias: [n]
-// or null. residual: add_layer_norm only, updated in place, inner == 1.
+// x[outer, inner, n] -> out dense. weight: [n], or [inner, n] with one row for each inner row;
+// bias: [n] or null. residual: add_layer_norm only, updated in place, inner == 1.
 struct LayerNormArgs {
   int64_t dtype, threads;
   Rows3 x;
@@ -20,7 +20,7 @@ struct LayerNormArgs {
   int64_t residual_stride = 0;
 };
 
-// Sum of f(vector) over a row; what f makes of elements behind its end does not count.
+// Sum of f(vector) over a row; values of f beyond the end of the row do not count.
 template <class T, class F>
 VLLM_INLINE float sum_of(const T* x, int64_t n, const F& f) {
   Floats sums[4] = {};
@@ -41,7 +41,7 @@ void norm_row(const LayerNormArgs& args, int64_t row) {
   const int64_t n = args.x.n, outer = row / args.x.inner, inner = row % args.x.inner;
   const T* x = static_cast<const T*>(args.x.data) + outer * args.x.outer_stride +
                inner * args.x.inner_stride;
-  int64_t next = args.x.outer_stride;  // how far ahead the same row of the next token lies
+  int64_t next = args.x.outer_stride;  // distance to the same row of the next token
   if (args.residual != nullptr) {
     T* residual = static_cast<T*>(args.residual) + outer * args.residual_stride;
     map(x, residual, residual, n, {args.x.outer_stride, args.residual_stride, 0},

@@ -1,9 +1,9 @@
-// Products with the weights of linear layers as they are, and look-ups in tables of panels.
+// Products with unquantised weights of linear layers, and look-ups in embeddings in panels.
 //
-// A weight [columns, n] lies in *panels* of kColumns outputs: term by term, the panel's weights of
-// one term side by side (bfloat16: of two terms in turns, as pairs), so that it is read from its
-// beginning to its end. Weights of other types than the products take are converted round by
-// round. A weight in plain rows is turned, round by round.
+// A weight [columns, n] lies in *panels* of kColumns outputs: term by term, with the panel's
+// weights of one term side by side (for bfloat16 those of two terms in turns, as pairs), so that it
+// is read from its beginning to its end. Weights of types that the products do not take are
+// converted round by round. A weight in plain rows is transposed round by round.
 #include "product.h"
 
 namespace vllm {
@@ -15,8 +15,7 @@ struct FloatWeight {
   int64_t stride;  // of plain rows
 };
 
-// How weights of a dtype lie in a panel: elements side by side of each column, and with Math the
-// cells they make.
+// Number of elements of each column that lie side by side in a panel, by dtype.
 template <class T>
 constexpr int kPaired = 1;
 template <>
@@ -49,7 +48,7 @@ class FloatPanel {
     sum_rounds<Math>(*this, x, rows, n_, buffers, finish);
   }
 
-  // Cells [first, first + steps) as [steps][kColumns].
+  // Returns cells [first, first + steps) as [steps][kColumns].
   const Cell* round(int64_t first, int64_t steps, Cell* buffer) const {
     if (!is_panels_) {
       turn(first, steps, buffer);
@@ -63,10 +62,10 @@ class FloatPanel {
     return buffer;
   }
 
-  // Whether the cells of a round are the weight's own, and it is too large to be kept in a cache.
+  // Whether rounds read the weight itself as cells, and it is too large to stay in a cache.
   bool passes() const { return passes_; }
 
-  // What the round of `steps` cells after cell `end` reads, this panel's or the next one's.
+  // The memory that the round of `steps` cells after cell `end` reads, of this or the next panel.
   Ahead ahead(int64_t end, int64_t steps, int64_t rows) const {
     const int64_t bytes = int64_t(sizeof(T)) * kPer * steps * kColumns;
     if (is_panels_) {
@@ -96,7 +95,7 @@ class FloatPanel {
     }
   }
 
-  // Pairs of bfloat16 as floats, one term above the other.
+  // Splits pairs of bfloat16 into floats, one term above the other.
   void part_pairs(int64_t first, int64_t steps, Cell* cells) const {
     const Cell* pairs = reinterpret_cast<const Cell*>(data_) + first / 2 * kColumns;
     for (int64_t s = 0; s < steps; s += 2, pairs += kColumns, cells += 2 * kColumns) {
@@ -131,9 +130,8 @@ void linear(const Tensor& x, const Tensor& weight, const MaybeTensor& bias, cons
         "linear");
 }
 
-// ---- the same, head by head
-
-// Heads are independent products: with as many as threads or more, each is one thread's.
+// The same, head by head. Heads are independent products; if there are at least as many as threads,
+// each product runs on one thread.
 template <class Math>
 Status run_by_head(const Tensor& x, const Tensor& weight, const Tensor& out) {
   using T = typename Math::Element;
@@ -167,8 +165,6 @@ void linear_by_head(const Tensor& x, const Tensor& weight, const Tensor& out) {
         "linear_by_head");
 }
 
-// ---- embeddings that lie as panels
-
 struct EmbeddingArgs {
   int64_t dtype, threads;
   const int64_t* ids;
@@ -183,7 +179,7 @@ Status look_up(const EmbeddingArgs& args) {
   constexpr int kPairs = kPaired<T>;
   const int64_t padded = round_up(args.n, kPairs);
   SharedStatus status;
-  // Every cell is a line of its own: some 4 operations.
+  // Every cell is in its own cache line, which costs some 4 operations.
   parallel_ranges(args.threads, args.tokens, 4 * padded, [&](int64_t begin, int64_t end) {
     for (int64_t token = begin; token < end; ++token) {
       const int64_t id = args.ids[token];

@@ -1,7 +1,7 @@
-// The real-gated linear recurrent unit, token by token: lanes are channels.
+// The real-gated linear recurrent unit, token by token; lanes are channels.
 //
-// Every element of a state has one chain of operations that only its own tokens enter, so no value
-// depends on where steps end.
+// Every element of a state has one chain of operations that only its own request's tokens enter, so
+// no value depends on where steps end.
 #include <cmath>
 
 #include "state_plan.h"
@@ -27,7 +27,7 @@ struct RecurrenceArgs {
   int64_t out_stride;
 };
 
-// A vector of channels of one request; n: those that are there.
+// Walks a vector of channels of one request; n: number of channels in it.
 template <class T>
 void walk(const RecurrenceArgs& args, int64_t request, int64_t channel, int64_t n) {
   const StatePlanArgs& plan = args.plan;

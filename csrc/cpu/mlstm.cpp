@@ -1,5 +1,5 @@
-// The mLSTM, token by token. First gates, stabiliser and normaliser of each head, which leave three
-// factors a token; then the memory: lanes are its columns.
+// The mLSTM, token by token. First the gates, stabiliser and normaliser of each head give three
+// factors per token; then the memory is advanced, with its columns as lanes.
 //
 // Every element has one chain of operations that only earlier tokens enter, so no value depends on
 // where steps end.
@@ -28,7 +28,7 @@ struct MlstmArgs {
   void* out;  // [tokens, heads, dv]
 };
 
-// What one token does to a head's memory and what its output is multiplied by.
+// Factors of one token: of a head's memory, of the added update, and of the output.
 struct Factors {
   float kept, added, output;
 };
@@ -36,7 +36,7 @@ struct Factors {
 constexpr int kVectors = 4;
 constexpr int64_t kColumns = kVectors * kWidth;
 
-// Row of n elements as floats, zeros behind them; returns it.
+// Writes a row of n elements as floats, followed by zeros, and returns it.
 template <class T>
 VLLM_INLINE const float* widen_row(const T* from, int64_t n, float* to) {
   for (int64_t i = 0; i < n; i += kWidth) store(to + i, load_up_to(from + i, n - i));
@@ -159,7 +159,7 @@ Status run(const MlstmArgs& args) {
       shared.reserve(tokens * args.heads * int64_t(sizeof(Factors))));
   if (factors == nullptr && tokens > 0) return kOutOfMemory;
   SharedStatus status;
-  // body(request, head, column, memory), column by column of all heads of all requests.
+  // Calls body(request, head, column, memory) for all columns of all heads of all requests.
   const auto together = [&](int64_t per_head_tasks, int64_t work, const auto& body) {
     const int64_t tasks = requests * args.heads * per_head_tasks;
     parallel_for(work < kSerialWork ? 1 : args.threads, tasks, [&](int64_t i) {

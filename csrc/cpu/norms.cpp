@@ -1,4 +1,4 @@
-// Root-mean-square norms. A row is reduced in an order that depends on its length only.
+// Root-mean-square norms. A row is reduced in an order that depends only on its length.
 #include <cmath>
 
 #include "operation.h"
@@ -52,7 +52,7 @@ float inverse_rms(const T* x, int64_t n, float eps) {
   return 1.0f / std::sqrt(mean + eps);
 }
 
-// The three ways in which a normalised value meets its weight (vllm/ops/norms.py).
+// The three ways to multiply a normalised value by its weight (vllm/ops/norms.py).
 enum class Weighting { kNone, kRoundedFirst, kOffset };
 
 template <class T, Weighting weighting>
@@ -62,12 +62,12 @@ VLLM_INLINE Floats weighted(Floats x, Floats weight, Floats scale, Floats offset
   return rounded_to<T>(x * scale) * weight;
 }
 
-// Row `row` of the operands: inner ones of one token, then those of the next.
+// Row `row` of the operands: the inner rows of one token, then those of the next.
 template <class T>
 struct Operands {
   const T *x, *gate;
   T *residual, *out;
-  NextRow next;  // how far ahead the same row of the next token lies: x, gate and out
+  NextRow next;  // distances to the same row of the next token: x, gate and out
 
   Operands(const RmsNormArgs& args, int64_t row) {
     const int64_t o = row / args.inner, i = row % args.inner;
@@ -83,13 +83,13 @@ struct Operands {
   }
 };
 
-// Adds x to the residual, which takes its place.
+// Adds x to the residual, which then replaces x.
 template <class T>
 void add_residual(Operands<T>& row, const RmsNormArgs& args) {
   map(row.x, row.residual, row.residual, args.n, {args.x_outer_stride, args.residual_stride, 0},
       [](Floats a, Floats b) VLLM_LAMBDA { return a + b; });
   row.x = row.residual;
-  row.next.a = 0;  // asked for already
+  row.next.a = 0;  // already prefetched
 }
 
 template <class T, Weighting weighting>
@@ -131,7 +131,7 @@ Status run(const RmsNormArgs& args) {
   const auto* weight = static_cast<const T*>(args.weight);
   const int64_t work = (args.gate == nullptr ? 2 : 5) * args.n / kWidth + 4;
   parallel_ranges(args.threads, args.outer * args.inner, work, [&](int64_t begin, int64_t end) {
-    // The norms of some rows first: a row alone would wait for its sum, its root, its quotient.
+    // The norms of several rows come first: one row alone waits for its sum, root and quotient.
     constexpr int64_t kTogether = 8;
     for (int64_t first = begin; first < end; first += kTogether) {
       const int64_t last = first + kTogether < end ? first + kTogether : end;
@@ -151,7 +151,7 @@ Status run(const RmsNormArgs& args) {
   return kOk;
 }
 
-// gates_first: the norm of x * silu(gate); otherwise the norm of x, times silu(gate).
+// gates_first: the norm of x * silu(gate); else the norm of x, times silu(gate).
 struct GroupGatedArgs {
   RmsNormArgs rows;  // weight: [inner, n]
   bool gates_first;

@@ -1,12 +1,12 @@
 // A kernel as an operator of torch.
 //
-// vllm/ops declares what there is: names, arguments, contracts, and a plain body for each. A file
-// here defines a function of the same name and arguments, whose last ones are written, and
-// registers it: that is all it takes to be called instead. Contracts (shapes, dtypes, dense last
-// dimensions) hold when a function is called; indices are its own to check.
+// vllm/ops declares all operations: their names, arguments, contracts, and plain bodies. A file
+// here defines a function of the same name and arguments, of which the last ones are written, and
+// registers it. The function is then called instead of the body. Contracts (shapes, dtypes, dense
+// last dimensions) hold when a function is called, but it has to check indices itself.
 //
-// Every file is compiled once for each instruction set, into libraries that are never loaded
-// together but in tests; each has a namespace for its operators.
+// Every file is compiled once for each instruction set, into libraries that are loaded together
+// only in tests; each has a namespace for its operators.
 #pragma once
 
 #include "kernels.h"

@@ -1,11 +1,11 @@
-// Codes of 8 and 4 bits as the cells of a product.
+// Unpacking codes of 8 and 4 bits into the cells of a product.
 //
-// Codes lie in panels, chunk of terms by chunk, the chunks of 64 outputs side by side. Of 8 bits a
-// chunk is two terms, a byte each. Of 4 bits it is eight, in a word: term 2i in bits 4i to 4i + 3
-// of its low half, term 2i + 1 in those of its high half, so that a word shifted by 4i has a pair
-// of terms in the lowest bits of its halves.
+// Codes lie in panels, chunk of terms by chunk, with the chunks of 64 outputs side by side. A chunk
+// of 8-bit codes is two terms of one byte each. A chunk of 4-bit codes is eight terms in a word:
+// term 2i in bits 4i to 4i + 3 of the low half, term 2i + 1 in those of the high half. So a word
+// shifted by 4i has a pair of terms in the lowest bits of its halves.
 //
-// Every cell is exact in bfloat16, also the product of a table's value and a scale of 8 bits.
+// Every cell is exact in bfloat16, even the product of a table's value and an 8-bit scale.
 #pragma once
 
 #include "product.h"
@@ -50,14 +50,14 @@ VLLM_INLINE Floats to_floats(Ints v) {
 
 VLLM_INLINE Ints sign_extended(const int8_t* p) { return (Ints)(widen_bytes(p) << 24) >> 24; }
 
-// E4M3 is the upper half of a float16 but for one bit of the exponent: 2^-8 of its value.
+// E4M3 is the upper half of a float16 except for one bit of the exponent: 2^-8 of its value.
 constexpr float kOfFloat8 = 256.0f;
 
 VLLM_INLINE Shorts half_of_float8(Words low_bytes) {
   return __builtin_convertvector(((low_bytes & 0x80u) << 8) | ((low_bytes & 0x7fu) << 7), Shorts);
 }
 
-// Scales of 8 bits.
+// 8-bit scales.
 struct Float8 { uint8_t bits; };
 struct PowerOfTwo { uint8_t bits; };
 
@@ -69,15 +69,15 @@ VLLM_INLINE Floats load(const PowerOfTwo* p) {
   return (Floats)(bytes == 0 ? Words{} + 0x00400000u : bytes << 23);  // 2^(byte - 127)
 }
 
-// A source of cells is one of these classes, for columns of up to kMostVectors vectors. kTerms: of a
-// chunk; kBytes: of a chunk, for one column; kFactor: what its values are to be multiplied with;
-// kScalesCells: whether that and their scales are in the cells. start<V>(zeros, scales), of V
-// vectors, comes before the cells of a group; cells(hold(codes), k, v) are those of step k of vector
-// v, whose part of the chunk is at `codes`.
+// Each of these classes is a source of cells for columns of up to kMostVectors vectors. kTerms:
+// terms of a chunk; kBytes: bytes of a chunk for one column; kFactor: factor of its values;
+// kScalesCells: whether the cells contain this factor and their scales. start<V>(zeros, scales),
+// for V vectors, comes before the cells of a group. cells(hold(codes), k, v) returns the cells of
+// step k of vector v, whose part of the chunk is at `codes`.
 
 constexpr int kPanelVectors = int(kColumns / kWidth);
-// Eight multiply-adds begin in the time that one takes: a lone row wants as many sums, of two panels
-// where one has fewer.
+// Eight multiply-adds begin in the time that one takes, so a lone row needs eight sums: of two
+// panels if one has fewer.
 constexpr int kMostVectors = kWidth == 4 ? kTileVectors : 8;
 constexpr int64_t kMostPanels = std::max(kMostVectors / kPanelVectors, 1);
 
@@ -174,8 +174,8 @@ class Float8Codes {
   }
 };
 
-// Entries of a table of 16 values. Zeros are whole numbers, and so are the values then: from
-// table[0] on, one after another, their differences to the zeros from -16 to 15.
+// Entries of a table of 16 values. With zeros, which are integers, the values are consecutive
+// integers from table[0] on, and their differences from the zeros are -16 to 15.
 template <class Math, bool has_zeros>
 class Table4Codes {
  public:
@@ -218,7 +218,7 @@ class Table4Codes {
   static VLLM_INLINE Words hold(const uint8_t* codes) {
     Words words = load_words(codes);
 #if defined(__AVX512F__)
-    asm("" : "+v"(words));  // else GCC loads them again for every shift
+    asm("" : "+v"(words));  // otherwise GCC loads them again for every shift
 #endif
     return words;
   }
@@ -241,7 +241,7 @@ class Table4Codes {
  private:
   static constexpr int kParts = 16 / kWidth;
 
-  VLLM_INLINE Floats look_up(Words code) const {  // of the four lowest bits
+  VLLM_INLINE Floats look_up(Words code) const {  // uses the four lowest bits
 #if defined(__AVX512F__)
     return _mm512_permutexvar_ps((__m512i)code, parts_[0]);
 #elif defined(__AVX2__)
@@ -251,7 +251,7 @@ class Table4Codes {
 #elif defined(__aarch64__)
     uint8x16x4_t bytes;
     for (int i = 0; i < kParts; ++i) bytes.val[i] = (uint8x16_t)parts_[i];
-    const Words places = (code & 15u) * 0x04040404u + 0x03020100u;  // of an entry's four bytes
+    const Words places = (code & 15u) * 0x04040404u + 0x03020100u;  // an entry's four bytes
     return (Floats)vqtbl4q_u8(bytes, (uint8x16_t)places);
 #else
     Floats v;
@@ -266,8 +266,8 @@ class Table4Codes {
   Floats zeros_[has_zeros ? kMostVectors : 1];
 };
 
-// The same of whole numbers, as numbers: a table of 16 floats takes two registers of eight, and to
-// look up two orders and a choice.
+// The same for tables of consecutive integers, by arithmetic: a table of 16 floats takes two
+// registers of eight, and a look-up takes two permutations and a selection.
 template <class Math, bool has_zeros>
 class Whole4Codes {
  public:
@@ -299,7 +299,7 @@ class Whole4Codes {
 
   VLLM_INLINE Floats cells(Words words, int k, int v) const {
     const Words in_high_bits = words << (28 - 4 * (k / 2) - 16 * (k % 2));
-    const Floats code = to_floats((Ints)in_high_bits >> 28);  // less the middle
+    const Floats code = to_floats((Ints)in_high_bits >> 28);  // minus the middle
     if constexpr (has_zeros) return code - zeros_[v];
     return code;
   }
@@ -309,7 +309,7 @@ class Whole4Codes {
   Floats zeros_[has_zeros ? kMostVectors : 1];
 };
 
-// Entries of a table, times scales that have four bits of precision.
+// Entries of a table times scales with four bits of precision.
 template <class Math>
 class ScaledTable4Codes {
  public:
@@ -339,7 +339,7 @@ class ScaledTable4Codes {
   Floats scales_[kMostVectors];
 };
 
-// Cells that lie ready, as [steps][kColumns].
+// Cells that are already unpacked, as [steps][kColumns].
 struct ReadyCells {
   static constexpr bool kScalesCells = false;
   static constexpr int64_t kTerms = 1, kBytes = sizeof(Cell);

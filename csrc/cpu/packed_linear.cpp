@@ -1,11 +1,11 @@
-// Products with weights of 8 and 4 bits, unpacked on the way.
+// Products with weights of 8 and 4 bits, which are unpacked on the way.
 //
-// A weight is (value(code) - zero) * scale, scale the same for a group of terms. The difference is
-// exact in every type of input: products and their sum are formed with it, block of terms by
-// block, and a block's sum is multiplied by the scale in float32 as it is added to those before,
-// with one rounding. A block is a group, or 512 or 1,024 terms of a longer one. So nothing of a
-// weight is rounded, and it costs a look-up to unpack. Codes of 4 bits whose scales have 8 are exact
-// together with those, and their blocks are as long as a dense weight's.
+// A weight is (value(code) - zero) * scale, with one scale for a group of terms. The difference is
+// exact in every type of input. Products and their sums are formed with it, block of terms by
+// block; a block's sum is multiplied by the scale in float32 and added to the earlier ones with one
+// rounding. A block is a group, or 512 or 1,024 terms of a longer group. So no weight is rounded,
+// and unpacking costs one look-up. 4-bit codes with 8-bit scales are exact together with their
+// scales, and their blocks are as long as a dense weight's.
 #include "packed_codes.h"
 
 namespace vllm {
@@ -14,45 +14,45 @@ namespace {
 enum CodeKind : int64_t { kInt8, kFloat8, kTable4 };
 enum ScaleKind : int64_t { kFloatScale, kBFloat16Scale, kFloat16Scale, kFloat8Scale, kPowerScale };
 
-constexpr int64_t kFewestTerms = 8;  // of a group
-constexpr int64_t kUnpackingRows = 4;  // up to which every use of a cell unpacks it anew
-constexpr int64_t kFewestItems = 4;  // a thread, of several panels each: else they have one
+constexpr int64_t kFewestTerms = 8;  // fewest terms of a group
+constexpr int64_t kUnpackingRows = 4;  // up to so many rows, each use of a cell unpacks it again
+constexpr int64_t kFewestItems = 4;  // per thread, for items of several panels; else of one panel
 
 struct PackedWeight {
   const uint8_t* codes;
-  const float* table;  // of 16 values, for codes of 4 bits
+  const float* table;  // 16 values, for 4-bit codes
   const void* scales;
   ScaleKind scale_kind;
-  const float* factors;  // of a row's scales; may be null
+  const float* factors;  // factors of each row's scales; may be null
   const int8_t* zeros;   // may be null
   int64_t group_size, groups;
-  const float* x_scales;  // of the inputs, by row and group (or 1 for all groups); may be null
+  const float* x_scales;  // of the inputs, by row and group (or 1 group for all); may be null
   int64_t x_groups;
 };
 
-// Cells [begin, end) of one group and block, or as many of them as a round has.
+// Cells [begin, end) of one group and block, or the part of them that is in a round.
 struct Segment {
   int64_t begin, end, group;
-  bool starts, ends;  // the block
+  bool starts, ends;  // whether the segment starts or ends its block
 };
 
 constexpr int64_t kMaxSegments = kMostSteps / (kFewestTerms / 2);
 
-// Of one panel, or of several side by side: `columns` of them are multiplied together.
+// The segments of one panel, or of several side by side: `columns` columns are multiplied together.
 struct Segments {
   static constexpr int64_t kMostColumns = kMostPanels * kColumns;
   int64_t count = 0, columns;
   Segment segment[kMaxSegments];
   alignas(64) float scales[kMaxSegments * kMostColumns];
-  alignas(64) float factors[kMostColumns];  // ones where the weight has none
-  int8_t zeros[kMaxSegments * kMostColumns];  // nothing where it has none
+  alignas(64) float factors[kMostColumns];  // ones if the weight has none
+  int8_t zeros[kMaxSegments * kMostColumns];  // not set if the weight has none
 
-  // What the sum of the block that ends with segment i is multiplied with.
+  // The factors of the sum of the block that ends with segment i.
   template <bool scales_cells>
   const float* of_sum(int64_t i) const { return scales_cells ? factors : scales + i * columns; }
 };
 
-// Sums of some rows: of the block that is being added up, and of those before.
+// Sums of some rows: of the current block, and of all earlier ones.
 struct RowSums {
   float *block, *total;
   const float* x_scales;  // of the first row, or null
@@ -70,15 +70,15 @@ VLLM_INLINE void with_scales(const PackedWeight& weight, const Call& call) {
   }
 }
 
-// c[R, V] += cells [begin, end) of R rows of x times those of `source`, which begin at `p`, of the
-// next panel p_stride behind; each_chunk(cells done, p) runs beside.
+// c[R, V] += cells [begin, end) of R rows of x times the cells of `source` at `p`; the next panel
+// is at p + p_stride. each_chunk(cells done, p) is called for each chunk.
 template <class Math, int R, int V, class Source, class Data, class EachChunk>
 VLLM_INLINE const Data* add_cells(Floats (&c)[R][V], const Cell* x, int64_t x_stride,
                                   const Source& source, const Data* p, int64_t p_stride,
                                   int64_t begin, int64_t end, const EachChunk& each_chunk) {
   constexpr int kAtOnce = std::max(int(Source::kTerms) / Math::kPerCell, 1);
   constexpr int64_t kChunk = kColumns * Source::kBytes / int64_t(sizeof(Data));
-  // Two pointers and a stride address six rows: with one a row there are no registers left.
+  // Two pointers and a stride address six rows; one pointer per row would leave no registers.
   const Cell *low = x + begin, *high = low + 3 * x_stride;
   decltype(Source::hold(p)) held[V];
   const auto hold = [&]() VLLM_LAMBDA {
@@ -116,7 +116,7 @@ VLLM_INLINE const Data* add_cells(Floats (&c)[R][V], const Cell* x, int64_t x_st
   return p;
 }
 
-// totals += c * scales, and times those of the inputs where there are some.
+// totals += c * scales, also times the scales of the inputs, if there are any.
 template <class Math, bool has_x_scales, int R, int V>
 VLLM_INLINE void add_to_totals(const Floats (&c)[R][V], const float* scales,
                                const float* x_scales, int64_t x_groups, float* totals) {
@@ -134,12 +134,12 @@ VLLM_INLINE void add_to_totals(const Floats (&c)[R][V], const float* scales,
   }
 }
 
-// What a round asks for while it unpacks codes: those of the next one, line by line. Into the second
-// cache, for two panels' rounds are as large as the first; but where unpacking takes longer than
-// memory, the first one's latency counts. Measured on Zen 4, from memory: INT4, a row of 2,048 x 2,048
-// 170 -> 120 us, INT8 603 -> 530; MXFP4 476 -> 508, INT4 by AVX2 635 -> 713.
+// While a round unpacks codes it prefetches the codes of the next one, line by line: into the
+// second cache, because two panels' rounds are as large as the first cache. But if unpacking takes
+// longer than memory, the latency of the first cache counts. Measured on Zen 4, from memory: INT4,
+// a row of 2,048 x 2,048 170 -> 120 us, INT8 603 -> 530; MXFP4 476 -> 508, INT4 by AVX2 635 -> 713.
 template <class Source>
-constexpr int kAskedCache = kWidth == 16 && !Source::kScalesCells ? 2 : 3;  // 3: the first
+constexpr int kAskedCache = kWidth == 16 && !Source::kScalesCells ? 2 : 3;  // 3: the first cache
 
 template <class Source, int lines, int panels>
 struct AskForCodes {
@@ -154,7 +154,8 @@ struct AskForCodes {
   }
 };
 
-// And while cells lie ready: lines [begin, end) of what lies ahead, evenly over the steps.
+// While a round uses unpacked cells it prefetches lines [begin, end) of `ahead`, evenly over the
+// steps.
 struct AskEvenly {
   static constexpr int kPaceBits = 16;
   const char* next;
@@ -170,8 +171,8 @@ struct AskEvenly {
   }
 };
 
-// The blocks' sums of R rows, with cells out of `source`, those from cell `first` on at `data`, of
-// the next panel p_stride behind; `ahead` is asked for meanwhile.
+// Forms the blocks' sums of R rows with the cells that `source` makes of `data`; the next panel is
+// p_stride later. Meanwhile `ahead` is prefetched.
 template <class Math, bool scales_cells, int R, int panels, class Source, class Data>
 void add_segments(const Cell* x, int64_t x_stride, Source source, const Data* data,
                   int64_t p_stride, const Segments& segments, const RowSums& sums,
@@ -225,13 +226,13 @@ class PackedPanel {
   static constexpr int64_t kChunkSteps = Source::kTerms / kPer;
   static constexpr int64_t kChunkBytes = Source::kBytes * kColumns;
 
-  // How many panels are multiplied together.
+  // Number of panels that are multiplied together.
   static int64_t at_once(int64_t rows, int64_t panels, int64_t threads) {
     const bool by_row = !kByTiles && rows == 1;
     return by_row && panels >= kMostPanels * kFewestItems * threads ? kMostPanels : 1;
   }
 
-  // Panel `number`, and those behind it until there are `panels`.
+  // `panels` panels from panel `number` on.
   PackedPanel(const PackedWeight& weight, int64_t number, int64_t panels, const ProductArgs& args)
       : weight_(weight),
         number_(number),
@@ -246,7 +247,7 @@ class PackedPanel {
 
   int64_t columns() const { return columns_; }
 
-  // Rows [first, first + rows) of all; x: their cells.
+  // Sums rows [first, first + rows); x: their cells.
   template <class Finish>
   void sum(const CellRows& x, int64_t first, int64_t rows, Buffers& buffers, const Finish& finish) const {
     std::memset(buffers.totals, 0, size_t(rows * panels_ * kColumns) * sizeof(float));
@@ -256,7 +257,7 @@ class PackedPanel {
       const float* factors = weight_.factors == nullptr ? nullptr : weight_.factors + number_ * kColumns;
       store(segments.factors + j, factors == nullptr ? splat(1.0f) : load(factors + j));
     }
-    // Cells that are stored are to stay in the first cache until tiles read them.
+    // Stored cells should stay in the first cache until tiles read them.
     const int64_t steps = kByTiles && rows <= kFewRows ? kFewSteps : kSteps<Math>;
     for (int64_t begin = 0; begin < cells_;) {
       const int64_t end = std::min(begin + steps, cells_);
@@ -304,7 +305,7 @@ class PackedPanel {
     return weight_.x_scales == nullptr ? nullptr : weight_.x_scales + row * weight_.x_groups;
   }
 
-  // The blocks of cells [begin, end), and their scales.
+  // Cuts cells [begin, end) into segments, with their scales.
   void cut(int64_t begin, int64_t end, Segments& segments) const {
     segments.count = 0;
     while (begin < end) {
@@ -323,7 +324,7 @@ class PackedPanel {
     }
   }
 
-  // The scales and zeros of segment i; those of the group in the next panels are asked for.
+  // Copies the scales and zeros of segment i, and prefetches those of the group in the next panels.
   void take_scales(int64_t group, int64_t i, Segments& segments) const {
     const int64_t next = panels_ * weight_.groups * kColumns;
     with_scales(weight_, [&](const auto* scales) VLLM_LAMBDA {
@@ -344,7 +345,7 @@ class PackedPanel {
     });
   }
 
-  // All cells of the segments, as [steps][kColumns].
+  // Unpacks all cells of the segments, as [steps][kColumns].
   void unpack(int64_t first, const Segments& segments, Cell* cells) const {
     Source source = source_;
     for (int64_t i = 0; i < segments.count; ++i) {
@@ -354,7 +355,7 @@ class PackedPanel {
                                             segments.scales + i * kColumns + j);
         Cell* out = cells + (segment.begin - first) * kColumns + j;
         const uint8_t* p = chunk(segment.begin) + j * Source::kBytes;
-        // The last chunk of a row may be written beyond the row: into the same round.
+        // The last chunk may be written beyond the end of the row, but inside the round.
         for (int64_t s = segment.begin; s < segment.end; s += kChunkSteps, p += kChunkBytes) {
 #pragma GCC unroll 4
           for (int v = 0; v < kTileVectors; ++v) {
@@ -415,7 +416,7 @@ class PackedPanel {
   }
 #endif
 
-  // What the round after cell `end` reads, this panel's or the next ones'.
+  // The codes that the round after cell `end` reads, of this panel or the next ones.
   Ahead next_round(int64_t end, int64_t steps) const {
     const int64_t lines = steps / kChunkSteps * kChunkBytes / kLine;
     const uint8_t* data = end < cells_ ? chunk(end) : codes_ + panels_ * panel_bytes_;
@@ -456,7 +457,7 @@ Status multiply_int8(const ProductArgs& args, const PackedWeight& weight) {
                                  : multiply<Math, Int8Codes<Cells, true>>(args, weight);
 }
 
-// Calls call(Math()) for what multiplies whole inputs with codes of int8.
+// Calls call(Math()) for the products of integer inputs with int8 codes.
 template <class Call>
 VLLM_INLINE Status with_whole_math(int64_t dtype, const Call& call) {
 #if defined(__AVX512VNNI__)

@@ -5,7 +5,7 @@
 
 namespace vllm {
 
-// [blocks, pages, page_tokens, kv_heads, content]: content is a token's key, and its value.
+// [blocks, pages, page_tokens, kv_heads, content]: content is a token's key and its value.
 struct PagedCache {
   void* data;
   int64_t blocks, pages, page_tokens, kv_heads;

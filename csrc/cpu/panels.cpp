@@ -1,5 +1,5 @@
-// Panels of weights, from their rows: what a checkpoint holds as linear.cpp and packed_linear.cpp
-// read it.
+// Making panels of weights, as linear.cpp and packed_linear.cpp read them, from a checkpoint's
+// rows.
 #include "operation.h"
 #include "parallel.h"
 #include "product.h"
@@ -10,8 +10,8 @@ namespace {
 constexpr int64_t kLineCells = kLine / int64_t(sizeof(Cell));
 constexpr int64_t kLinesAhead = 4;
 
-// The line of every row that begins at byte `first`, as [kLineCells][kColumns]; zeros behind the
-// last row and behind the `end` of a row.
+// Writes the line of every row that begins at byte `first`, as [kLineCells][kColumns], with zeros
+// after the last row and after the `end` of a row.
 void turn_lines(const char* rows, int64_t count, int64_t stride, int64_t first, int64_t end,
                 Cell* cells) {
   constexpr int64_t kVector = kWidth * int64_t(sizeof(Cell));
@@ -40,7 +40,7 @@ void store_units(const Cell* cells, int64_t count, uint32_t* out) {
   std::memcpy(out, cells, size_t(count * kColumns) * sizeof *out);
 }
 
-// Cells of two units each, one above the other.
+// Splits cells into their two units, one above the other.
 void store_units(const Cell* cells, int64_t count, uint16_t* out) {
   for (int64_t u = 0; u < count; ++u, out += kColumns) {
     const int shift = u % 2 * 16;

@@ -1,4 +1,4 @@
-// Work that threads share, and scratch memory.
+// Dividing work among threads, and scratch memory.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@
 namespace vllm {
 
 // Work units (about one vector operation each, so some 20 microseconds) below which a second
-// thread costs more than it brings.
+// thread costs more than it gains.
 constexpr int64_t kSerialWork = 32768;
 
 
@@ -48,7 +48,7 @@ struct RunsTask {
   int64_t next;
   Run run[kMaxRuns];
 
-  // An index of the run that was not taken yet, or -1.
+  // An index of the run that has not been taken yet, or -1.
   static int64_t take(Run& run, bool last) {
     uint64_t left = __atomic_load_n(&run.left, __ATOMIC_RELAXED);
     for (;;) {
@@ -73,7 +73,7 @@ struct RunsTask {
 };
 
 // body(i) for i in [0, count), count < 2^32. Every thread walks over neighbours, so that it
-// goes on reading where it stopped; when its run is done it takes from the ends of others.
+// continues to read where it stopped. When its run is done it takes from the ends of other runs.
 template <class Body>
 void parallel_runs(int64_t threads, int64_t count, const Body& body) {
   using Task = RunsTask<Body>;
@@ -107,7 +107,7 @@ struct SharedStatus {
   bool failed() const { return __atomic_load_n(&value, __ATOMIC_RELAXED) != 0; }
 };
 
-// Memory that grows and is kept: one a thread and use.
+// Memory that grows and is kept, one object per thread and use.
 class Scratch {
  public:
   ~Scratch() { std::free(data_); }

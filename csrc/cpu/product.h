@@ -1,13 +1,13 @@
 // Products with weights in panels of kColumns outputs, whatever the number of rows.
 //
-// An output is the sum of blocks of terms, added in order; a block (512 terms, 1,024 where there
-// are more than 1,024) is one chain of fused multiply-adds over its terms, in order, or, of
-// bfloat16 where the CPU multiplies pairs of it, of vdpbf16ps over its pairs. By tiles an output is one
-// chain of their sums. Nothing depends on how many rows there are, on which threads, or on how the
-// weight lies: a row has one value.
+// An output is the sum of blocks of terms, added in order. A block (512 terms, or 1,024 if there
+// are more than 1,024) is one chain of fused multiply-adds over its terms, in order, or for
+// bfloat16 on a CPU that multiplies pairs of it, one chain of vdpbf16ps over its pairs. By tiles an
+// output is one chain of their sums. Nothing depends on the number of rows, on threads, or on the
+// layout of the weight: a row has one value.
 //
-// Panels are multiplied in rounds that stay in the first cache. How a panel lies, and how its sums
-// come about, is its class's affair.
+// Panels are multiplied in rounds that stay in the first cache. The class of a panel defines its
+// layout and how its sums are formed.
 #pragma once
 
 #include <algorithm>
@@ -18,19 +18,19 @@
 namespace vllm {
 
 constexpr int64_t kColumns = 64;     // outputs of a panel
-constexpr int64_t kFewSteps = 64;    // cells of a row in a round of few rows: 16 KiB of weights
+constexpr int64_t kFewSteps = 64;    // cells of a row in a round with few rows: 16 KiB of weights
 constexpr int64_t kFewRows = 16;
 #if defined(__AMX_BF16__)
 constexpr bool kHasTiles = true;
 #else
 constexpr bool kHasTiles = false;
 #endif
-// And of many, whose sums are to stay in registers for long; tiles' weights come from the second
-// cache as fast, and sums cost them more.
+// The same with many rows, whose sums should stay in registers for long. Tiles read weights from
+// the second cache just as fast, and sums cost them more.
 template <class Math>
 constexpr int64_t kSteps = 256;
 constexpr int64_t kMostSteps = kHasTiles ? 512 : 256;
-// Rows that meet a panel before the next one does.
+// Rows that are multiplied with a panel before the next panel.
 template <class Math>
 constexpr int64_t kBlockRows = 128;
 constexpr int64_t kMostBlockRows = kHasTiles ? 256 : 128;
@@ -40,27 +40,27 @@ constexpr int64_t kSteps<TileMath> = kMostSteps;
 template <>
 constexpr int64_t kBlockRows<TileMath> = kMostBlockRows;
 #endif
-constexpr int64_t kGroupRows = kTileRows;  // rows whose sums are in registers
+constexpr int64_t kGroupRows = kTileRows;  // rows whose sums are in registers at once
 constexpr int64_t kLine = 64;        // bytes that one prefetch brings
-// Lines asked for at a time: the loop between has no register to spare (an address a step and its
-// division took 4 percent of 2,048 rows). Measured: of fewer 16 rows are slower by 4 percent, of
-// twice as many 24 rows by 5.
+// Lines prefetched at a time: the loop in between has no register to spare (one address per step
+// and its division took 4 percent of the time of 2,048 rows). Measured: with fewer lines 16 rows
+// are slower by 4 percent, with twice as many 24 rows by 5 percent.
 constexpr int64_t kAskedLines = 8;
-// Bytes of a weight from which on it leaves the caches, where one group of rows reads it, to what is
-// read again: states, and all that the interpreter needs until the next product. Measured on Zen 4:
-// a step of one token of a model of 0.5 billion parameters 40.5 -> 37.2 ms.
+// A weight of at least so many bytes that one group of rows reads bypasses the caches. They then
+// hold data that is read again: states, and what the interpreter needs until the next product.
+// Measured on Zen 4: a step of one token of a model of 0.5 billion parameters 40.5 -> 37.2 ms.
 constexpr int64_t kPassingBytes = 1 << 20;
-// Measured: of panels that need no conversion the hardware guesses enough for fewer rows.
+// With fewer rows the hardware prefetches panels that need no conversion well enough (measured).
 constexpr int64_t kGuessedRows = 3;
 
-// Tiles add up 32 terms apart from the others: all are one block.
+// Tiles add up 32 terms separately from all others, so all terms are one block.
 template <class Math>
 inline int64_t terms_of_a_block(int64_t n) {
   if (Math::kIsOfTiles) return round_up(std::max<int64_t>(n, 1), 2 * kMostSteps);
   return n <= 1024 ? 512 : 1024;
 }
 
-// Rows whose cells are made (of other types than the products take) at a time.
+// Rows that are converted to cells at a time, if x is not in cells.
 constexpr int64_t kConvertedRows = 1024;
 
 // Inputs and outputs of a product.
@@ -81,12 +81,12 @@ inline ProductArgs product_args(const Tensor& x, const MaybeTensor& bias, const 
 
 struct Buffers {
   alignas(64) Cell weights[kMostSteps * kColumns];
-  alignas(64) float sums[kMostBlockRows * kColumns];    // of this block of terms
-  alignas(64) float totals[kMostBlockRows * kColumns];  // of the blocks before
+  alignas(64) float sums[kMostBlockRows * kColumns];    // sums of this block of terms
+  alignas(64) float totals[kMostBlockRows * kColumns];  // sums of the blocks before
 };
 
-// What the next round reads from memory: `lines` cache lines from line `first` on. Line i is number
-// i / kColumns of row i % kColumns: a division by a constant. By default they come as they lie.
+// The memory that the next round reads: `lines` cache lines from line `first` on. Line i is number
+// i / kColumns of row i % kColumns (a division by a constant). By default lines are contiguous.
 struct Ahead {
   const char* data = nullptr;
   int64_t lines = 0;
@@ -98,8 +98,8 @@ struct Ahead {
   }
 };
 
-// sums[R, kColumns] (+)= x W^T over `steps` cells, or, where there are totals, those sums are added
-// to them and not kept; `ahead` is asked for meanwhile.
+// sums[R, kColumns] (+)= x W^T over `steps` cells; if there are totals, the sums are added to them
+// and not kept. Meanwhile `ahead` is prefetched.
 template <class Math, bool kPasses, int R>
 void add_products(const Cell* x, int64_t x_stride, const Cell* weights, int64_t steps, bool first,
                   float* sums, float* totals, const Ahead& ahead) {
@@ -129,17 +129,17 @@ void add_products(const Cell* x, int64_t x_stride, const Cell* weights, int64_t 
   }
 }
 
-// The same for all rows, in groups. Each asks for its share of the lines, evenly: measured,
-// bursts leave the memory idle between them (16 rows: 39 -> 43 GB/s where one row gets 46).
-// passes: the weights are aligned, and no other group reads them. done(begin, end): of each group's
-// rows, as soon as they are.
+// The same for all rows, in groups. Each group prefetches its share of the lines, evenly: measured,
+// bursts leave the memory idle between them (16 rows: 39 -> 43 GB/s, while one row gets 46).
+// passes: the weights are aligned, and no other group reads them. done(begin, end) is called with
+// each group's rows as soon as they are done.
 template <class Math, class Done>
 void add_all_products(const Cell* x, int64_t x_stride, int64_t rows, const Cell* weights,
                       int64_t steps, bool passes, bool first, float* sums, float* totals,
                       const Ahead& ahead, const Done& done) {
 #if defined(__AMX_BF16__)
-  // Nothing is asked for ahead. Measured: tiles read whole lines so fast that prefetches only take
-  // their places in the queue (4 rows of a bfloat16 weight: 550 us with, 340 without).
+  // Nothing is prefetched. Measured: tiles read whole lines so fast that prefetches only take their
+  // places in the queue (4 rows of a bfloat16 weight: 550 us with prefetches, 340 without).
   if constexpr (Math::kIsOfTiles) {
     for_groups_of_tiles(rows, [&](int64_t r, int64_t m) {
       add_tiles(x + r * x_stride, x_stride, m, weights, kColumns, steps, first,
@@ -174,16 +174,16 @@ void add_all_products(const Cell* x, int64_t x_stride, int64_t rows, const Cell*
   }
 }
 
-// Rows of x as cells: x itself, or what was made of it.
+// Rows of x as cells: x itself, or a converted copy.
 struct CellRows {
   const Cell* data;
   int64_t stride;
 };
 
-// totals[rows, kColumns] = x W^T of `cells` cells, a block after the other, in rounds that the panel
-// makes cells of: Panel::round(), ahead() and passes(). finish(begin, end): of rows whose totals are
-// complete. What it stores goes to pages of the output that no cache knows: behind each group it
-// waits beside the products of the next one.
+// totals[rows, kColumns] = x W^T over `terms` terms, block after block, in rounds for which the
+// panel makes cells: Panel::round(), ahead() and passes(). finish(begin, end) is called with rows
+// whose totals are complete. It stores to pages of the output that are in no cache; called after
+// each group, its stores wait during the products of the next group.
 template <class Math, class Panel, class Finish>
 void sum_rounds(const Panel& panel, const CellRows& x, int64_t rows, int64_t terms,
                 Buffers& buffers, const Finish& finish) {
@@ -208,10 +208,10 @@ void sum_rounds(const Panel& panel, const CellRows& x, int64_t rows, int64_t ter
   }
 }
 
-// Weight: what its Panels are made of. Panel::at_once(rows, panels, threads) says how many of them
-// make an item, `panel` below: one, or several for a lone row. panel.sum(x, first, rows, buffers) writes
-// buffers.totals[rows, kColumns], of several as many times kColumns; x holds the cells of rows
-// [first, first + rows) of all.
+// Panels are made of a Weight. Panel::at_once(rows, panels, threads) returns how many panels make
+// an item (`panel` below): one, or several for a lone row. panel.sum(x, first, rows, buffers)
+// writes buffers.totals[rows, kColumns], or as many times kColumns as there are panels; x holds the
+// cells of rows [first, first + rows).
 template <class Math, class Panel, class Weight>
 class Product {
  public:
@@ -256,7 +256,7 @@ class Product {
   // Rows [first, first + rows) of the outputs; x holds their cells.
   Status multiply(int64_t first, int64_t rows, const CellRows& x) const {
     const int64_t blocks = (rows + kBlockRows<Math> - 1) / kBlockRows<Math>;
-    // A line of weights comes from memory in the time of some 4 operations.
+    // Reading a line of weights from memory takes the time of some 4 operations.
     const int64_t work = panels_ * cells_ * (kColumns / kWidth) * (4 + rows / 4);
     const int64_t threads = work < kSerialWork ? 1 : args_.threads;
     const int64_t at_once = Panel::at_once(rows, panels_, threads);

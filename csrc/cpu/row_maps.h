@@ -1,4 +1,4 @@
-// Functions of single elements, or of an element and one further on in its row.
+// Functions of single elements, or of an element and a later one of its row.
 #pragma once
 
 #include "operation.h"
@@ -6,7 +6,7 @@
 
 namespace vllm {
 
-// out[rows, n] = f(x, x from column `second` on), row by row; x strided. work: operations a vector.
+// out[rows, n] = f(x, x from column `second` on) by rows; x strided. work: operations per vector.
 template <class F>
 void map_rows(const Tensor& x, int64_t second, const Tensor& out, int64_t work,
               const char* operation, const F& f) {

@@ -40,7 +40,7 @@ struct GatherRowsArgs {
   const int64_t* slots;
   int64_t rows;
   void* out;        // [rows, layers, hidden] dense
-  int64_t* report;  // first index row * layers + column: not finite, all zero; -1: none
+  int64_t* report;  // first index row * layers + column: not finite, all zeros; -1: none
 };
 
 template <class T>
@@ -111,7 +111,7 @@ Status run_capture_rows(const CaptureRowsArgs& args) {
   return Status(status.value);
 }
 
-// The bits of a type without the sign, and the first pattern that is not finite.
+// A mask for the bits of a type without the sign, and the first pattern that is not finite.
 template <class T>
 struct Magnitude;
 template <>

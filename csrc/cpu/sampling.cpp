@@ -1,4 +1,4 @@
-// The token that a row of logits makes most likely.
+// The most likely token of each row of logits.
 #include <limits>
 
 #include "operation.h"
@@ -13,9 +13,9 @@ struct MostLikelyArgs {
   int64_t* out;
 };
 
-constexpr int64_t kPiece = 64 * kWidth;  // elements that are looked through twice
+constexpr int64_t kPiece = 64 * kWidth;  // elements of a piece, which may be searched twice
 
-// The largest element, or whether there is a NaN.
+// The largest element, and whether there is a NaN.
 struct Largest {
   float value;
   bool is_nan;

@@ -1,8 +1,8 @@
-// Mamba's selective scan, token by token, and the gate behind it.
+// Mamba's selective scan, token by token, and the gate after it.
 //
-// A task is up to kMaxChannels channels of one group and some requests, whose tokens it walks:
+// A task is up to kMaxChannels channels of one group and some requests, whose tokens it walks;
 // lanes are channels. Every element of a state, and every output, has one chain of operations that
-// only its own tokens enter, so no value depends on where steps end.
+// only its own request's tokens enter, so no value depends on where steps end.
 #include "state_plan.h"
 #include "vec_math.h"
 
@@ -105,7 +105,7 @@ class ScanTask {
         [&](int64_t i, int64_t m) VLLM_LAMBDA { store(out + i, load_first(from + i, m)); });
   }
 
-  // ahead: whether there is a next token, whose rows the memory is asked for.
+  // ahead: whether there is a next token, whose rows are prefetched.
   void advance(int64_t token, int64_t ahead) {
     load_floats(args_.b, args_.b_group_stride, token, keys_);
     load_floats(args_.c, args_.c_group_stride, token, queries_);
@@ -128,7 +128,7 @@ class ScanTask {
         });
   }
 
-  // Channels [i, i + kWidth) of one token: their state goes on, and their output is returned.
+  // Advances the state of channels [i, i + kWidth) by one token, and returns their output.
   VLLM_INLINE Floats compute(int64_t i, Floats x, Floats step, Floats gate) {
     const Floats delta = softplus(step + load(step_bias_ + i));
     const Floats exponent = delta * splat(1.44269504f), input = delta * x;
@@ -154,7 +154,7 @@ Status run(const ScanArgs& args) {
   const int64_t requests = args.plan.requests;
   const int64_t per_group = (args.group_channels() + kMaxChannels - 1) / kMaxChannels;
   const int64_t blocks = args.groups * per_group;
-  // Requests are cut only as far as every thread gets two tasks.
+  // Requests are cut only until every thread gets two tasks.
   int64_t parts = (2 * args.threads + blocks - 1) / blocks;
   if (parts > requests) parts = requests;
   const int64_t tokens = args.plan.query_start[requests];

@@ -1,19 +1,19 @@
-// How the state [dk, dv] of a v-head lies in the pool.
+// The layout of the state [dk, dv] of a v-head in the pool.
 //
-// A step that completes no chunk multiplies with the state and leaves it as it is, and the
-// products of bfloat16 pairs want it rounded. So where tokens can be pending, rows 2s and
-// 2s+1 lie as pairs of halves: row s of the pool has the two elements rounded to bfloat16, one
-// above the other as a product takes them, and row dk/2 + s their low halves. Such a step reads
-// the first half of the rows only, and the two together give every bit back. The last of an
-// odd number of rows, and every row where nothing is ever pending, is plain float32.
+// A step that does not complete a chunk multiplies with the state and leaves it as it is, and the
+// products of bfloat16 pairs need it rounded. So if tokens can be pending, rows 2s and 2s+1 are
+// stored as pairs of halves: row s of the pool has the two elements rounded to bfloat16, one
+// above the other as a product takes them, and row dk/2 + s has their low halves. Such a step
+// reads only the first half of the rows. Both halves together restore every bit. The last of an
+// odd number of rows is plain float32, and so is every row if nothing is ever pending.
 #pragma once
 
 #include "cells.h"
 
 namespace vllm {
 
-// Rounds to nearest, ties away from zero: then the low half as a signed number is what was
-// rounded off. (A NaN of 0x7fff8000 and more rounds to a zero; joined again it is that NaN. No
+// Rounds to nearest, ties away from zero, so that the low half as a signed number is the rounding
+// error. (A NaN of 0x7fff8000 and more rounds to a zero; joined again it is that NaN. No
 // operation on bfloat16 makes one, and no other NaN rounds to a number.)
 VLLM_INLINE Floats rounded_halves(Floats upper, Floats lower) {
   const Words half = Words{} + 0x8000u;

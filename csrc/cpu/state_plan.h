@@ -1,4 +1,4 @@
-// Which blocks of the pool hold the recurrent states of a step's requests.
+// The blocks of the pool that hold the recurrent states of a step's requests.
 #pragma once
 
 #include "operation.h"
@@ -42,7 +42,7 @@ struct StatePlanArgs {
   }
 };
 
-// advance(token) for the tokens of a request in turn, save(block) where its state is kept.
+// Calls advance(token) for the tokens of a request in turn, and save(block) when its state is kept.
 template <class Advance, class Save>
 VLLM_INLINE void walk_tokens(const StatePlanArgs& plan, int64_t request, const Advance& advance,
                              const Save& save) {
@@ -59,8 +59,8 @@ VLLM_INLINE void walk_tokens(const StatePlanArgs& plan, int64_t request, const A
   if (begin < end && plan.keeps_state(request)) save(plan.block_ids[request]);
 }
 
-// walk(args, request, first channel, channels) for every request and vector of channels, in parallel.
-// args: threads, channels, state_blocks and plan are read here.
+// Calls walk(args, request, first channel, channels) for every request and vector of channels, in
+// parallel. args: threads, channels, state_blocks and plan are read here.
 template <class Args, class Walk>
 Status walk_channels(const Args& args, int64_t work_of_a_token, const Walk& walk) {
   if (!args.plan.blocks_in_range(args.state_blocks)) return kBadIndex;

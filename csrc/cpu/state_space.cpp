@@ -1,9 +1,9 @@
 // The recurrence of Mamba-2, token by token: y = D x + sum over n of C_n S_n, n ascending.
 //
-// A state lies as [state_size, head_dim], so that vectors run over head_dim and B and C are
+// A state is stored as [state_size, head_dim], so that vectors run over head_dim and B and C are
 // broadcast. A tile of it stays in registers for up to kPiece tokens. Every element has one chain
 // of operations from token to token, so no value depends on where steps and pieces end, and a
-// request that goes on needs nothing but its state.
+// request that continues needs only its state.
 //
 // A task is one request and some heads of one group, for which B and C are widened once.
 #include "state_space.h"
@@ -12,15 +12,15 @@ namespace vllm {
 namespace {
 
 constexpr int64_t kPiece = 16;      // tokens; a multiple of kWidth
-constexpr int64_t kMostHeads = 4;   // of a task
-constexpr int kTileRows = 4;        // of the state
+constexpr int64_t kMostHeads = 4;   // most heads of a task
+constexpr int kTileRows = 4;        // rows of the state
 #if defined(__AVX2__) && !defined(__AVX512F__)
 constexpr int kTileVectors = 2;     // 16 registers
 #else
 constexpr int kTileVectors = 4;     // 32
 #endif
 
-// Rows of a state, or where it is to go; null: zeros, or nowhere.
+// Rows of a state, or their target; null: zeros, or no target.
 struct Place {
   float* data;
   int64_t stride;
@@ -30,7 +30,7 @@ struct Place {
   }
 };
 
-// What one head reads of a piece of tokens.
+// The inputs and outputs of a piece of tokens for one head.
 struct Piece {
   int64_t tokens, state_size, padded;
   const float *b, *c;    // [tokens, state_size]
@@ -39,7 +39,7 @@ struct Piece {
   float* sums;           // y, [tokens, padded]
 };
 
-// Rows [row, row + rows) of the state, `vectors` vectors of them from `column` on.
+// Advances rows [row, row + rows) of the state, `vectors` vectors of them from `column` on.
 template <int rows, int vectors>
 void advance_tile(const Piece& piece, int64_t row, int64_t column, Place source, Place target) {
   Floats state[rows][vectors];
@@ -171,7 +171,7 @@ class ScanTask {
     return {states_ + h * args_.dk * padded_, padded_};
   }
 
-  // The state before token t; a copy of it where its rows do not fill vectors.
+  // The state before token t; a copy of it if its rows do not fill vectors.
   Place place_before(int64_t h, int64_t t) const {
     if (t > 0) return scratch(h);
     if (!args_.plan.has_state[request_]) return {nullptr, 0};
@@ -187,7 +187,7 @@ class ScanTask {
     return copy;
   }
 
-  // Where the state before token t is to be.
+  // The place for the state before token t.
   Place place_after(int64_t h, int64_t t, bool is_snapshot) const {
     if (t < tokens_ || is_snapshot || !is_whole_) {
       const bool is_read = t < tokens_ || is_snapshot || args_.plan.keeps_state(request_);
@@ -245,8 +245,8 @@ class ScanTask {
     }
   }
 
-  // Asks the memory for the rows that head h writes after this, and for what is read then: the
-  // next head's x, or the next piece's inputs. Rows are pages apart, no hardware guesses them.
+  // Prefetches the rows that head h writes next, and what is read after that: the next head's x, or
+  // the next piece's inputs. Rows are pages apart, so the hardware does not prefetch them.
   VLLM_INLINE void prefetch_next(int64_t h, int64_t t, int64_t next) const {
     const int64_t size = args_.dv, n = args_.dk, head = first_ + h, group = head / args_.group();
     for (int64_t i = t; i < next; ++i) ask<1>(out_row(head, i), size);
@@ -295,8 +295,8 @@ template <class T>
 Status walk(const StateSpaceArgs& args) {
   const int64_t per_group = args.group();
   const int64_t heads = per_group < kMostHeads ? per_group : kMostHeads;
-  const int64_t blocks = (per_group + heads - 1) / heads;  // of a group
-  const int64_t tasks = args.num_k_heads * blocks;              // of a request
+  const int64_t blocks = (per_group + heads - 1) / heads;  // per group
+  const int64_t tasks = args.num_k_heads * blocks;              // per request
   const int64_t work = 3 * args.tokens * args.num_v_heads * args.dk * round_up(args.dv, kWidth) / kWidth;
   SharedStatus status;
   parallel_runs(work < kSerialWork ? 1 : args.threads, args.plan.requests * tasks, [&](int64_t i) {

@@ -1,4 +1,4 @@
-// The recurrence of Mamba-2: its arguments, and its two ways.
+// The recurrence of Mamba-2: its arguments, and its two implementations.
 //
 //   S = decay S + B (dt x)^T        y = S^T C + D x
 //
@@ -42,13 +42,13 @@ struct StateSpaceArgs : ChunkArgs {
     return static_cast<T*>(steps.data) + block * steps.block_stride + i * num_v_heads;
   }
 
-  // The step of each time of one head.
+  // The step for each `time` of one head.
   VLLM_INLINE Floats limited_step(Floats time, int64_t head) const {
     return clamp(softplus(time + splat(dt_bias[head])), dt_min, dt_max);
   }
 };
 
-// In chunks, where tokens are pending: only of bfloat16 where pairs of it are multiplied.
+// The scan in chunks, with pending tokens: only for bfloat16 if pairs of it are multiplied.
 Status scan_chunks(const StateSpaceArgs& args);
 
 }  // namespace vllm

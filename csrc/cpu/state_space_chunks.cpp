@@ -1,11 +1,11 @@
 // The recurrence of Mamba-2 in chunks (chunk_task.h).
 //
-// With S the state at the chunk's start, s_i the step and L_i the sum of the log decays of its tokens
-// up to i:
+// With S the state at the chunk's start, s_i the step and L_i the sum of the log decays of its
+// tokens up to i:
 //   y_i = e^{L_i} S^T C_i + sum_{j<=i} e^{L_i-L_j} (C_i.B_j) s_j x_j + D x_i
 // and, after the chunk's last token: S = e^L S + sum_j B_j (e^{L-L_j} s_j x_j)^T.
 //
-// What is pending are the inputs x, B and dt of the tokens since the last whole chunk.
+// Pending are the inputs x, B and dt of the tokens since the last whole chunk.
 #include "chunk_task.h"
 #include "state_space.h"
 
@@ -57,7 +57,7 @@ class StateSpaceRule {
 
   void load_pending(const Chunk&, const Columns&) const {}
 
-  // Asks the memory for what the next group has pending, as far as it is like this one's.
+  // Prefetches the next group's pending data, as far as it is like this one's.
   VLLM_INLINE void prefetch_pending(const Chunk& chunk, const Columns& at) const {
     if (at.head + 1 == args_.num_v_heads) return;
     for (int64_t i = 0; i < chunk.first; ++i) {
@@ -105,7 +105,7 @@ class StateSpaceRule {
     for (int64_t i = 0; i < kPadded; i += kWidth) {
       const Floats step = args_.limited_step(load(times + i), head);
       store(steps_ + i, step);
-      // e^-110 is 0 in float32; a larger rate would only cost the sums their digits.
+      // e^-110 is 0 in float32; a larger rate would only cost the sums digits.
       store(log_decay_ + i, min(splat(110.0f), speed * step));
     }
     float sum = 0.0f;
@@ -133,7 +133,7 @@ class StateSpaceRule {
     }
   }
 
-  // Asks the memory for a token of the next chunk: rows are pages apart, no hardware guesses them.
+  // Prefetches a token of the next chunk: rows are pages apart, so the hardware does not.
   VLLM_INLINE void prefetch(int64_t token, const Columns& at) const {
     const T* row = args_.template row<T>(token);
     if (at.column == 0 && at.head % args_.group() == 0) {
@@ -160,7 +160,7 @@ class StateSpaceRule {
   float with_query_[kChunk][kPadded];  // e^{L_i-L_j} (C_i.B_j) s_j, j <= i, with D where j = i
 };
 
-// Inputs of incomplete chunks, to the pool.
+// Saves the inputs of incomplete chunks to the pool.
 template <class T>
 void save_inputs(const StateSpaceArgs& args, const Request& request) {
   for_each_pending(args, request, kChunkOf<T>, [&](int64_t, int64_t block, const Chunk& chunk,
@@ -183,7 +183,7 @@ Status scan_chunks(const StateSpaceArgs& args) {
     using Math = decltype(math);
     using T = typename Math::Element;
     if constexpr (Math::kPerCell == 1) {
-      return kBadDtype;  // measured: token by token is faster, decoding above all
+      return kBadDtype;  // measured: token by token is faster, above all when decoding
     } else {
       return run_chunks<Math, StateSpaceRule<Math>>(
           args, [&](const Request& request) { save_inputs<T>(args, request); });

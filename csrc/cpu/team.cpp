@@ -12,7 +12,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// A thread's wait for another: busy at first, then it lets others have the core.
+// A thread's wait for another one: first it spins, then it yields the core.
 class Wait {
  public:
   void turn() {
@@ -27,8 +27,8 @@ class Wait {
 #endif
   }
 
-  // Whether it has lasted as long as it pays to look again: longer than what lies between two
-  // pieces of work of one step. Asked seldom, for the clock costs more than a turn.
+  // Whether the wait has lasted longer than the time between two pieces of work of one step, so
+  // that it no longer pays to spin. The clock is read seldom, because it costs more than a turn.
   bool is_long() {
     if (++asked_ % kTurnsAClock != 0) return false;
     const Clock::time_point now = Clock::now();
@@ -65,7 +65,7 @@ class Team {
     is_led_.clear(std::memory_order_release);
   }
 
-  // In a new process that has this one's memory, and none of its threads.
+  // For a forked process, which has the memory but none of the threads.
   void forget_helpers() {
     started_ = 0;
     sleeping_.store(0);
@@ -76,7 +76,7 @@ class Team {
  private:
   void start_helpers(int64_t count) {
     if (started_ >= count) return;
-    sigset_t all, before;  // signals are for the threads of others
+    sigset_t all, before;  // other threads handle the signals
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
     const auto help = [](void* team) -> void* {
@@ -85,13 +85,13 @@ class Team {
     };
     pthread_t thread;
     for (; started_ < count; ++started_) {
-      if (pthread_create(&thread, nullptr, help, this) != 0) break;  // fewer will do
+      if (pthread_create(&thread, nullptr, help, this) != 0) break;  // fewer helpers suffice
       pthread_detach(thread);
     }
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
   }
 
-  // Takes part in every piece of work that is open when it is seen, for ever.
+  // Takes part in every open piece of work that it sees, forever.
   void help() {
     uint64_t seen = 0;
     for (Wait wait;;) {
@@ -118,17 +118,17 @@ class Team {
   void sleep(uint64_t seen) {
     const uint32_t heard = alarm_.load(std::memory_order_acquire);
     sleeping_.fetch_add(1, std::memory_order_seq_cst);
-    // Work that was opened before the line above rings for nobody.
+    // Work that was opened before the line above has raised no alarm.
     if (!is_new(state_.load(std::memory_order_seq_cst), seen)) alarm_.wait(heard);
     sleeping_.fetch_sub(1, std::memory_order_relaxed);
   }
 
-  // The number of the work, whether it is open, and how many helpers are at it.
+  // The number of the work, whether it is open, and the number of helpers in it.
   static constexpr int kNumberShift = 32;
   static constexpr uint64_t kOpen = uint64_t(1) << 31, kHelpers = kOpen - 1;
 
   alignas(64) std::atomic<uint64_t> state_{0};
-  alignas(64) Work work_ = nullptr;  // written while no helper is in, as the next two
+  alignas(64) Work work_ = nullptr;  // written while no helper works, like the next two
   void* data_ = nullptr;
   std::atomic<uint64_t> most_{0};
   std::atomic_flag is_led_;
@@ -137,7 +137,7 @@ class Team {
   std::atomic<int> sleeping_{0};
 };
 
-// Never destroyed: its helpers may still look at it when the process ends.
+// Never destroyed, because its helpers may still read it when the process ends.
 Team& team() {
   static Team* const team = [] {
     auto* made = new Team;

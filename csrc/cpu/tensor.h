@@ -1,7 +1,7 @@
 // Torch's tensors and operators, as the kernels see them.
 //
-// tensor.cpp alone includes torch's headers, and is compiled once for all instruction sets: to
-// parse them costs more than to compile most of the kernels.
+// Only tensor.cpp includes torch's headers, and it is compiled once for all instruction sets:
+// parsing them costs more than compiling most of the kernels.
 #pragma once
 
 #include <cstdint>
@@ -14,13 +14,13 @@ namespace vllm {
 
 enum Status : int {
   kOk = 0,
-  kBadCall = 1,      // a size that it does not take
+  kBadCall = 1,      // a size that is not supported
   kBadDtype = 2,     // not float32, bfloat16 or float16
   kBadIndex = 3,     // a slot, block id or position outside of its tensor
   kOutOfMemory = 4,
 };
 
-// Throws what torch makes a RuntimeError of.
+// Throws an exception that torch turns into a RuntimeError.
 void check(Status status, const char* operation);
 
 enum Dtype : int64_t {
@@ -33,7 +33,7 @@ enum Dtype : int64_t {
   kOtherDtype = 6,
 };
 
-// An argument as torch hands it to an operator, which takes it over.
+// An argument as torch passes it to an operator, which then owns it.
 using Argument = uint64_t;
 
 class Tensor {
@@ -64,7 +64,7 @@ class Tensor {
 
 using MaybeTensor = std::optional<Tensor>;
 
-// One of the three that kernels compute with, or throws.
+// The tensor's dtype if it is one of the three that kernels compute with; else throws.
 int64_t dtype_of(const Tensor& tensor);
 
 int64_t num_threads();
@@ -81,7 +81,7 @@ template <> std::optional<double> take(Argument argument);
 template <> MaybeTensor take(Argument argument);
 template <> std::vector<Tensor> take(Argument argument);
 
-// A function as an operator of torch, as long as this lives.
+// Registers a function as an operator of torch for the lifetime of this object.
 class Registration {
  public:
   using Function = void (*)(Argument* arguments, uint64_t count, uint64_t results);
@@ -93,7 +93,7 @@ class Registration {
   void* const library_;
 };
 
-// Throws unless an operator's schema has as many arguments as its function, and no result.
+// Throws unless an operator's schema has as many arguments as its function has, and no result.
 void check_counts(uint64_t arguments, uint64_t parameters, uint64_t results);
 
 template <class... Parameters, size_t... kIndices>
@@ -106,7 +106,7 @@ constexpr size_t num_parameters(void (*)(Parameters...)) {
   return sizeof...(Parameters);
 }
 
-// `kFunction` with the arguments that torch hands over.
+// Calls `kFunction` with the arguments that torch passes.
 template <auto kFunction>
 void call_with(Argument* arguments, uint64_t count, uint64_t results) {
   constexpr size_t kParameters = num_parameters(kFunction);

@@ -1,7 +1,7 @@
 // block_product by tiles.
 //
-// An element's order of sums: cells by 16 from the first one of a call, apart from what C held. So
-// calls that are to agree begin at the same cells; cells of zeros behind them change nothing.
+// An element is summed over 16 cells at a time, from the first cell of a call, then added to C. So
+// calls that are to agree begin at the same cells; zero cells after the last ones change nothing.
 #pragma once
 
 #include "tiles.h"

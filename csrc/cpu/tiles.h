@@ -1,9 +1,9 @@
 // Products of pairs of bfloat16 by tiles (AMX): 16 rows times 16 outputs over 16 cells at a time.
 //
-// A tile's sum over 16 cells is the CPU's own affair (in order, with fused multiply-adds, apart from
-// what was there before) and is then added; subnormal numbers count as zeros. Sums of fewer cells
-// are those with zeros behind them. So an output's order of sums is that of its cells, 16 by 16,
-// whatever other rows there are.
+// The CPU forms a tile's sum over 16 cells (in order, with fused multiply-adds, separately from
+// earlier sums) and then adds it; subnormal numbers count as zeros. Fewer cells are filled up with
+// zeros. So an output is summed in the order of its cells, 16 at a time, whatever other rows there
+// are.
 #pragma once
 
 #include <algorithm>
@@ -13,7 +13,7 @@
 namespace vllm {
 
 #if defined(__AMX_BF16__)
-// What a product is made of is as for DotMath; who multiplies whole panels differs.
+// Operands are those of DotMath; only products of whole panels differ.
 struct TileMath : DotMath {
   using Cells = TileMath;
   static constexpr bool kIsOfTiles = true;
@@ -22,13 +22,13 @@ struct TileMath : DotMath {
 constexpr int64_t kTileSide = 16;  // rows, outputs and cells of a tile
 constexpr int64_t kPairRows = 2 * kTileSide;
 constexpr int64_t kTileColumns = 4 * kTileSide;  // outputs that lie side by side
-constexpr int64_t kTileBytes = kTileSide * int64_t(sizeof(Cell));  // of one of its rows
+constexpr int64_t kTileBytes = kTileSide * int64_t(sizeof(Cell));  // bytes of one row of a tile
 
-// What was written before is in memory: the compiler's header (GCC 12) does not tell it that tiles
-// and their shapes are read from there.
+// Makes the compiler complete earlier stores: its header (GCC 12) does not tell it that tiles and
+// their shapes are read from memory.
 inline void settle(const void* data) { asm volatile("" : : "r"(data) : "memory"); }
 
-// Which part of a tile counts, as the CPU reads it.
+// The parts of the tiles that are used, in the CPU's format.
 struct alignas(64) TileShapes {
   uint8_t palette = 1, start_row = 0, reserved[14] = {};
   uint16_t row_bytes[16] = {};
@@ -40,9 +40,9 @@ struct alignas(64) TileShapes {
   }
 };
 
-// Tiles of this thread for `rows` rows, up to kPairRows: of more than kTileSide, 0 and 1 are sums of
-// the first rows, 2 and 3 of the others, 4 and 5 the rows; else 0 to 3 are sums, 4 the rows. 6 and
-// 7 are weights.
+// Shapes the tiles of this thread for `rows` rows, up to kPairRows. With more than kTileSide rows,
+// tiles 0 and 1 are sums of the first rows, 2 and 3 sums of the others, 4 and 5 the rows; else 0 to
+// 3 are sums and 4 the rows. 6 and 7 are weights.
 inline void shape_tiles(int64_t rows) {
   TileShapes shapes;
   const int64_t upper = rows < kTileSide ? rows : kTileSide;
@@ -54,8 +54,8 @@ inline void shape_tiles(int64_t rows) {
   _tile_loadconfig(&shapes);
 }
 
-// Tiles [rows / 16 rounded up, kColumns] of C += A B, over whole tiles of cells, for rows that tiles
-// are shaped for: more than 16 with kRows 2.
+// Tiles [rows / 16 rounded up, kColumns] of C += A B, over whole tiles of cells, for the rows that
+// the tiles are shaped for: more than 16 with kRows 2.
 template <int kRows, int kColumns>
 void add_tile_block(const Cell* a, int64_t a_stride, const Cell* b, int64_t b_stride,
                     int64_t steps, bool is_zero, float* c, int64_t c_stride) {
@@ -116,7 +116,7 @@ void add_tile_block(const Cell* a, int64_t a_stride, const Cell* b, int64_t b_st
   }
 }
 
-// The same for `columns` of them, a multiple of 16.
+// The same for `columns` columns, a multiple of 16.
 template <int kRows>
 void add_tile_blocks(const Cell* a, int64_t a_stride, const Cell* b, int64_t b_stride,
                      int64_t steps, bool is_zero, float* c, int64_t c_stride, int64_t columns) {
@@ -131,8 +131,8 @@ void add_tile_blocks(const Cell* a, int64_t a_stride, const Cell* b, int64_t b_s
   }
 }
 
-// C [rows, columns] (+)= A B over any number of cells, for up to kPairRows rows, for which the tiles
-// are shaped, and up to kTileColumns columns, a multiple of 16.
+// C [rows, columns] (+)= A B over any number of cells, for up to kPairRows rows, for which the
+// tiles are shaped, and for up to kTileColumns columns, a multiple of 16.
 inline void add_tiles(const Cell* a, int64_t a_stride, int64_t rows, const Cell* b,
                       int64_t b_stride, int64_t steps, bool is_zero, float* c, int64_t c_stride,
                       int64_t columns) {
@@ -140,7 +140,7 @@ inline void add_tiles(const Cell* a, int64_t a_stride, int64_t rows, const Cell*
   const int64_t whole = steps / kTileSide * kTileSide, left = steps - whole;
   if (whole > 0) add(a, a_stride, b, b_stride, whole, is_zero, c, c_stride, columns);
   if (left == 0) return;
-  // The last ones with zeros behind them.
+  // The last cells, followed by zeros.
   alignas(64) Cell last_a[kPairRows * kTileSide] = {}, last_b[kTileSide * kTileColumns] = {};
   for (int64_t i = 0; i < rows; ++i) {
     std::memcpy(last_a + i * kTileSide, a + i * a_stride + whole, size_t(left) * sizeof(Cell));
@@ -151,7 +151,7 @@ inline void add_tiles(const Cell* a, int64_t a_stride, int64_t rows, const Cell*
   add(last_a, kTileSide, last_b, columns, kTileSide, is_zero && whole == 0, c, c_stride, columns);
 }
 
-// Calls group(first row, rows) for all rows, with tiles of their shape.
+// Calls group(first row, rows) for all rows, with tiles of that shape.
 template <class Group>
 VLLM_INLINE void for_groups_of_tiles(int64_t rows, const Group& group) {
   for (int64_t r = 0, shaped = 0; r < rows; r += kPairRows) {
@@ -163,7 +163,7 @@ VLLM_INLINE void for_groups_of_tiles(int64_t rows, const Group& group) {
 }
 #endif
 
-// Calls call(Math()) for the fastest products of elements of `dtype`, of those that know tiles.
+// Calls call(Math()) for the fastest products of elements of `dtype`, tiles included.
 template <class Call>
 VLLM_INLINE Status with_tile_math(int64_t dtype, const Call& call) {
 #if defined(__AMX_BF16__)

@@ -1,7 +1,6 @@
-// A vector of floats of the width of the instruction set this file is compiled for.
+// A vector of floats of the width of the instruction set that this file is compiled for.
 //
-// Compiled with -ffp-contract=off: a fused multiply-add is there where fma() is written, and
-// nowhere else.
+// Compiled with -ffp-contract=off: multiply-adds are fused only where fma() is written.
 #pragma once
 
 #include <cstdint>
@@ -49,7 +48,7 @@ VLLM_INLINE Floats splat(float x) {
 #endif
 }
 
-// a * b + c, fused where the instruction set has it; the same for a lone float.
+// a * b + c, fused if the instruction set can; the same for a lone float.
 VLLM_INLINE Floats fma(Floats a, Floats b, Floats c) {
 #if defined(__AVX512F__)
   return _mm512_fmadd_ps(a, b, c);
@@ -62,7 +61,7 @@ VLLM_INLINE Floats fma(Floats a, Floats b, Floats c) {
 #endif
 }
 
-// The second operand where neither is greater, so max(limit, NaN) is NaN.
+// The second operand if neither is greater, so max(limit, NaN) is NaN.
 VLLM_INLINE Floats max(Floats a, Floats b) {
 #if defined(__AVX512F__)
   return _mm512_max_ps(a, b);
@@ -82,8 +81,8 @@ VLLM_INLINE Floats min(Floats a, Floats b) {
 #endif
 }
 
-// 1 / v for |v| in [2^-125, 2^125], within 2^-23 where the division would cost more than
-// all the rest.
+// 1 / v for |v| in [2^-125, 2^125]; within 2^-23 if a division would cost more than everything
+// else.
 VLLM_INLINE Floats reciprocal(Floats v) {
 #if defined(__AVX512F__)
   const Floats guess = _mm512_rcp14_ps(v);
@@ -93,10 +92,8 @@ VLLM_INLINE Floats reciprocal(Floats v) {
 #endif
 }
 
-// ---- conversions ----
-
 VLLM_INLINE Words widen(Shorts s) {
-#if defined(__AVX512F__)  // GCC 12 makes five instructions of __builtin_convertvector
+#if defined(__AVX512F__)  // GCC 12 turns __builtin_convertvector into five instructions
   return (Words)_mm512_cvtepu16_epi32((__m256i)s);
 #elif defined(__AVX2__)
   return (Words)_mm256_cvtepu16_epi32((__m128i)s);
@@ -107,7 +104,7 @@ VLLM_INLINE Words widen(Shorts s) {
 
 VLLM_INLINE Floats from_bfloat16(Shorts s) { return (Floats)(widen(s) << 16); }
 
-// To nearest, ties to even; NaN stays a NaN. AVX512-BF16 takes subnormal numbers for zeros.
+// Rounds to nearest, ties to even; NaN stays NaN. AVX512-BF16 treats subnormal numbers as zeros.
 VLLM_INLINE Shorts to_bfloat16(Floats v) {
 #if defined(__AVX512BF16__)
   return (Shorts)_mm512_cvtneps_pbh(v);
@@ -181,8 +178,6 @@ VLLM_INLINE Shorts to_float16(Floats v) {
 #endif
 }
 
-// ---- memory ----
-
 VLLM_INLINE float to_float(float x) { return x; }
 VLLM_INLINE float to_float(BFloat16 x) {
   const uint32_t bits = uint32_t(x.bits) << 16;
@@ -218,7 +213,7 @@ VLLM_INLINE void store(Float16* p, Floats v) {
   std::memcpy(p, &s, sizeof s);
 }
 
-// A store that goes around the caches, for what nobody reads soon; stream_fence() before
+// A store that bypasses the caches, for data that is not read soon. Call stream_fence() before
 // other threads may read it.
 VLLM_INLINE void stream(float* p, Floats v) {
 #if defined(__AVX512F__)
@@ -232,14 +227,14 @@ VLLM_INLINE void stream_fence() {
 #endif
 }
 
-// The first n (< kWidth) elements; the others are zero.
+// The first n (< kWidth) elements; the others are zeros.
 template <class T>
 VLLM_INLINE Floats load_first(const T* p, int64_t n) {
   T buffer[kWidth] = {};
   std::memcpy(buffer, p, size_t(n) * sizeof(T));
   return load(buffer);
 }
-// The first n, however many: all of a vector's, or none.
+// The first n elements for any n, even all of a vector or none.
 template <class T>
 VLLM_INLINE Floats load_up_to(const T* p, int64_t n) {
   return n >= kWidth ? load(p) : n > 0 ? load_first(p, n) : Floats{};
@@ -260,8 +255,6 @@ template <>
 VLLM_INLINE Floats rounded_to<BFloat16>(Floats v) { return from_bfloat16(to_bfloat16(v)); }
 template <>
 VLLM_INLINE Floats rounded_to<Float16>(Floats v) { return from_float16(to_float16(v)); }
-
-// ---- whole vectors ----
 
 // Sum and maximum of the lanes, always in the same order.
 VLLM_INLINE float reduce_add(Floats v) {

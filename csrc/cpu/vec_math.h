@@ -1,4 +1,4 @@
-// Elementary functions of Floats: about one unit in the last place, NaN in, NaN out.
+// Elementary functions of Floats: exact to about one unit in the last place; NaN gives NaN.
 #pragma once
 
 #include "vec.h"
@@ -16,7 +16,7 @@ VLLM_INLINE Floats round_to_integer(Floats v) {
 #endif
 }
 
-// v * 2^n for integral n in [-200, 200], going to zero and infinity as it should.
+// v * 2^n for integral n in [-200, 200], with correct underflow and overflow.
 VLLM_INLINE Floats scale_by_power(Floats v, Floats n) {
 #if defined(__AVX512F__)
   return _mm512_scalef_ps(v, n);
@@ -68,8 +68,8 @@ VLLM_INLINE Floats exp2_fraction_coarse(Floats f) {
   return fma(p, f, splat(1.0f));
 }
 
-// 2^t for t <= 120; exactly 0 for t <= -160, exactly 1 for 0. The order of the operands
-// of max keeps a NaN.
+// 2^t for t <= 120; exactly 0 for t <= -160, exactly 1 for 0. The order of max's operands
+// preserves NaN.
 VLLM_INLINE Floats exp2(Floats t) {
   t = max(splat(-160.0f), t);
   const Floats n = round_to_integer(t);
@@ -86,12 +86,12 @@ VLLM_INLINE Floats exp2_coarse(Floats t) {
 #endif
 }
 
-// The order of the operands keeps a NaN.
+// The order of the operands preserves NaN.
 VLLM_INLINE Floats clamp(Floats v, float low, float high) {
   return min(splat(high), max(splat(low), v));
 }
 
-// x - n ln(2), for the integral n that leaves least.
+// x - n ln(2), for the integral n that makes it smallest.
 VLLM_INLINE Floats reduce_for_exp(Floats x, Floats* n) {
   *n = round_to_integer(x * splat(1.44269504f));
   const Floats r = fma(*n, splat(-0.693359375f), x);  // ln(2) in two parts
@@ -104,10 +104,10 @@ VLLM_INLINE Floats exp(Floats x) {
   return scale_by_power(expm1_reduced(r) + splat(1.0f), n);
 }
 
-// (e^2x - 1) / (e^2x + 1), which keeps the digits of a small x.
+// (e^2x - 1) / (e^2x + 1), in a form that keeps the digits of a small x.
 VLLM_INLINE Floats tanh(Floats x) {
   Floats n;
-  const Floats r = reduce_for_exp(clamp(x + x, -20.0f, 20.0f), &n);  // 1 behind that
+  const Floats r = reduce_for_exp(clamp(x + x, -20.0f, 20.0f), &n);  // beyond that it is 1
   const Floats power = scale_by_power(splat(1.0f), n);
   const Floats less_one = fma(expm1_reduced(r), power, power - splat(1.0f));
   return less_one * reciprocal(less_one + splat(2.0f));
@@ -129,7 +129,7 @@ VLLM_INLINE Floats polynomial(Floats x, const float (&coefficients)[N]) {
   return sum;
 }
 
-// 1 - erf(a) for a >= 0, to the last digits of small results too (coefficients: Cephes ndtrf).
+// 1 - erf(a) for a >= 0, exact to the last digits of small results (coefficients: Cephes ndtrf).
 VLLM_INLINE Floats erfc_of_positive(Floats a) {
   constexpr float kBelowOne[] = {7.853861353153693e-5f,  -8.010193625184903e-4f,
                                  5.188327685732524e-3f,  -2.685381193529856e-2f,
@@ -197,7 +197,7 @@ VLLM_INLINE Floats silu(Floats x) {
   return x * sigmoid<T>(x);
 }
 
-// log(1 + e^x); x itself above 20, as torch.nn.functional.softplus has it.
+// log(1 + e^x); x itself above 20, as in torch.nn.functional.softplus.
 VLLM_INLINE Floats softplus(Floats x) {
   Floats u = exp(x);
   Floats y = splat(1.0f) + u;

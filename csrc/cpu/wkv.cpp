@@ -1,7 +1,7 @@
-// RWKV-4's weighted mean of values, token by token: lanes are channels.
+// RWKV-4's weighted mean of values, token by token; lanes are channels.
 //
-// Every element of a state has one chain of operations that only its own tokens enter, so no value
-// depends on where steps end.
+// Every element of a state has one chain of operations that only its own request's tokens enter, so
+// no value depends on where steps end.
 #include "state_plan.h"
 #include "vec_math.h"
 
@@ -22,7 +22,7 @@ struct WkvArgs {
 
 constexpr float kNoToken = -1e38f;  // NO_TOKEN of vllm/ops/wkv.py
 
-// A vector of channels of one request; n: those that are there.
+// Walks a vector of channels of one request; n: number of channels in it.
 template <class T>
 void walk(const WkvArgs& args, int64_t request, int64_t channel, int64_t n) {
   const StatePlanArgs& plan = args.plan;
