@@ -18,7 +18,7 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
     A flag that takes a JSON object also takes its entries one by one, as in
     ``--kv-transfer-config.kv_role kv_producer``; a value that is not valid JSON is text. Such
     entries are added to the object that is given as JSON or in ``namespace``, and override it.
-    An argument that begins like a negative number (``-1,-2``) is a value, as in Python 3.14.
+    An argument like a negative number (``-1,-2``) is a value, as in Python 3.14 and later.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
