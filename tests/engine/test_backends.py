@@ -80,7 +80,7 @@ def test_kernels_of_recurrent_layers(
     else:
         starts(folder, monkeypatch, **ON_A_CARD | {"dtype": "float32"})
     monkeypatch.setattr("vllm.ops.backends.why_no_triton", lambda: "Triton is not installed")
-    message = "Triton is not installed; mend that, or leave VLLM_GDN_BACKEND unset"
+    message = "Triton is not installed; fix that, or leave VLLM_GDN_BACKEND unset"
     refused(here + message, folder, monkeypatch, **ON_A_CARD)
     monkeypatch.setenv("VLLM_KERNELS", "plain")
     message = "VLLM_KERNELS=plain computes in plain torch; unset one of the two"
@@ -111,12 +111,12 @@ def test_attention(
     if name == "FLASHINFER":
         message = ": FlashInfer does not take dtype='float32'; use TRITON_ATTN, or dtype="
         refused(here + message, large, monkeypatch, **asked, **ON_A_CARD | {"dtype": "float32"})
-        message = ": it takes heads of 64, 128, 256 elements, this model has heads of 16; use TRI"
+        message = ": it supports heads of 64, 128, 256 elements, this model has heads of 16; use TR"
         refused(here + message, folder, monkeypatch, **asked, **ON_A_CARD)
     else:
         starts(folder, monkeypatch, **asked, **ON_A_CARD | {"dtype": "float32"})
     monkeypatch.setattr("vllm.ops.backends.why_no_triton", lambda: "Triton is not installed")
-    message = f": Triton is not installed; mend that, or leave {option} unset"
+    message = f": Triton is not installed; fix that, or leave {option} unset"
     refused(here + message, large, monkeypatch, **asked, **ON_A_CARD)
     monkeypatch.setenv("VLLM_KERNELS", "plain")
     message = f": VLLM_KERNELS=plain computes in plain torch; unset one of the two ({option})"
@@ -132,7 +132,7 @@ def test_latent_attention(
     if name == "TRITON_ATTN":
         starts(folder, monkeypatch, attention_backend=name, **ON_A_CARD)
         return
-    message = f"attention_backend='{name}' cannot be used: it takes no latent attention"
+    message = f"attention_backend='{name}' cannot be used: it does not support latent attention"
     refused(message, folder, monkeypatch, attention_backend=name, **ON_A_CARD)
 
 
@@ -140,7 +140,7 @@ def test_latent_attention(
 def test_sinks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vllm.ops.backends.why_no_triton", lambda: None)
     asked = AskedBackend("attention_backend", name)
-    message = f"attention_backend='{name}' cannot be used: FlashInfer takes no sinks"
+    message = f"attention_backend='{name}' cannot be used: FlashInfer does not support sinks"
     with pytest.raises(ValueError, match=message) if name == "FLASHINFER" else nullcontext():
         check_attention_backend(asked, "cuda", torch.bfloat16, 64, True)
     check_attention_backend(asked, "cuda", torch.bfloat16, 64, False)
@@ -150,7 +150,7 @@ def test_sinks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_chunks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vllm.ops.backends.why_no_triton", lambda: None)
     asked = AskedBackend("attention_backend", name)
-    message = "FlashInfer knows no attention inside of chunks, .*; use TRITON_ATTN"
+    message = "FlashInfer does not support this model's attention inside chunks; use TRITON_ATTN"
     with pytest.raises(ValueError, match=message) if name == "FLASHINFER" else nullcontext():
         check_attention_backend(asked, "cuda", torch.bfloat16, 64, False, has_chunks=True)
 

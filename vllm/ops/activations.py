@@ -1,4 +1,4 @@
-"""Gates, an activation of one tensor times another, and activations alone."""
+"""Gates (an activation of one tensor times another) and plain activations."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def xielu(
 @relu_squared.contract
 @xielu.contract
 def of_rows(x: torch.Tensor, out: torch.Tensor) -> None:
-    """The contract of what makes [tokens, n] of as much."""
+    """The contract of operations that turn [tokens, n] into [tokens, n]."""
     assert x.dim() == 2 and x.shape == out.shape and x.dtype is out.dtype
     assert out.is_contiguous() and (x.shape[1] <= 1 or x.stride(1) == 1)
 
@@ -73,7 +73,7 @@ def of_rows(x: torch.Tensor, out: torch.Tensor) -> None:
 @silu_and_mul.contract
 @clamped_swiglu.contract
 def of_halves(x: torch.Tensor, out: torch.Tensor) -> None:
-    """Of what makes [tokens, n] of [tokens, 2n]."""
+    """The contract of operations that turn [tokens, 2n] into [tokens, n]."""
     assert x.dim() == 2 and x.shape[0] == out.shape[0] and x.shape[1] == 2 * out.shape[1]
     assert x.dtype is out.dtype and x.stride(1) == 1 and out.is_contiguous()
 

@@ -2,8 +2,8 @@
 
 In plain torch the work of one request is a grid of (query tile, key tile) pairs. Tiles start at
 multiples of a fixed size and are always computed whole: queries that are not in this
-step and keys that may not be read are zeros and masked. Which key tiles a query tile
-visits, and the shapes of all products, follow from positions alone, so the bits of a
+step and keys that may not be read are zeros and masked. The key tiles that a query tile
+visits, and the shapes of all products, follow from positions alone. So the bits of a
 row do not depend on where a chunk starts or ends.
 """
 
@@ -19,8 +19,8 @@ from vllm.ops.operation import KERNEL_DTYPES, Written, operation
 
 QUERY_TILE = 16
 KEY_TILE = 128
-"""Tokens of a tile. KEY_TILE is a multiple of QUERY_TILE, so that all queries of a tile
-have the same last key tile."""
+"""Tokens of a tile. KEY_TILE is a multiple of QUERY_TILE, so all queries of a tile have the same
+last key tile."""
 
 
 @operation
@@ -62,7 +62,7 @@ class _Request:
     chunk_size: int | None
 
     def first_key(self, position: int) -> int:
-        """First key that a query at ``position`` may read: later queries begin no earlier."""
+        """First key that a query at ``position`` may read; later queries never begin earlier."""
         if self.chunk_size is not None:
             return position // self.chunk_size * self.chunk_size
         return 0 if self.window is None else max(0, position - self.window + 1)
@@ -82,18 +82,18 @@ def paged_attention(
     sinks: torch.Tensor | None,
     out: Written,
 ) -> None:
-    """Causal attention of the flat batch over the pool, keys already written.
+    """Causal attention of the flat batch over the pool, whose keys are already written.
 
-    query: [tokens, heads, key_size]; kv_cache: as for :func:`write_kv`, a token's key being the
-    first key_size elements and its value those from ``value_offset`` on (latent attention reads
-    values among the keys'); block_table: int32 [requests, max_blocks]; out: [tokens, heads,
+    query: [tokens, heads, key_size]; kv_cache: as for :func:`write_kv`: a token's key is the
+    first key_size elements, its value the elements from ``value_offset`` on (in latent attention
+    values lie inside the keys); block_table: int32 [requests, max_blocks]; out: [tokens, heads,
     value_size], dense. Query head h reads KV head ``h // (heads / kv_heads)``. With a sliding
     window w a query at position p reads keys p - w + 1 .. p; blocks wholly before every query's
     window are never read (their table entry may be 0). With chunks of size c it reads keys
-    ``p // c * c`` .. p instead, and blocks wholly before are not read either; there is no window
-    then. With a soft cap c a score s (scaled) becomes ``c * tanh(s / c)``. sinks: [heads], dense:
-    one more score for each head, neither scaled nor capped, that takes its weight in the softmax
-    and has no value. Keys are visited in tiles that start at absolute multiples of a fixed size;
+    ``p // c * c`` .. p instead, and blocks wholly before these are not read either; there is no
+    window then. With a soft cap c a scaled score s becomes ``c * tanh(s / c)``. sinks: [heads],
+    dense: one more score per head, neither scaled nor capped, which takes part in the softmax but
+    has no value. Keys are visited in tiles that start at absolute multiples of a fixed size;
     softmax weights may be rounded to the values' dtype. Source: Kwon et al. 2023; Milakov and
     Gimelshein 2018 (online softmax).
     """
@@ -132,7 +132,7 @@ def _(
 
 
 class _Values(NamedTuple):
-    """Where in a token's content its value lies."""
+    """The place of the value in a token's content."""
 
     offset: int
     size: int
@@ -147,7 +147,7 @@ def _attend(
     soft_cap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attention of one request. query: [tokens, heads, key_size] -> [tokens, heads, value_size]."""
+    """Attend for one request: [tokens, heads, key_size] -> [tokens, heads, value_size]."""
     num_kv_heads = kv_cache.shape[3]
     tiles = _query_tiles(query, num_kv_heads, request.first_query, scale)
     first_tile = request.first_query // QUERY_TILE
@@ -157,7 +157,7 @@ def _attend(
     top = tiles.new_full((num_tiles, num_kv_heads, num_rows, 1), float("-inf"))
     total = torch.zeros_like(top)
     acc = tiles.new_zeros((*tiles.shape[:3], values.size))
-    if sinks is not None:  # seen before every key
+    if sinks is not None:  # they come before all keys
         top.view(num_tiles, num_kv_heads, -1, QUERY_TILE)[:] = sinks.view(num_kv_heads, -1, 1)
         total.fill_(1.0)
     for key_tile in range(first_visit, (request.seq_len - 1) // KEY_TILE + 1):
@@ -199,7 +199,7 @@ def _key_tile(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Float32 keys [kv_heads, key_size, KEY_TILE] and values [kv_heads, KEY_TILE, value_size].
 
-    Only what some query of this step may read is loaded; the rest is zero.
+    Only keys and values that some query of this step may read are loaded; the rest is zero.
     """
     _, pages_per_block, page_tokens, num_kv_heads, content = kv_cache.shape
     start = key_tile * KEY_TILE
@@ -241,8 +241,8 @@ def _accumulate(
     """One step of the online softmax, in place on ``top``, ``total`` and ``acc``.
 
     A row that sees no key of this tile stays as it is: its factor is exactly 1 and its
-    exponentials are exactly 0. A value that is not finite makes NaN of what sees it and of nothing
-    else: 0 times it would be NaN, too.
+    exponentials are exactly 0. A value that is not finite turns only the rows that see it to NaN.
+    (Multiplied by a weight of 0 it would be NaN, too.)
     """
     new_top = torch.maximum(top, scores.amax(dim=-1, keepdim=True))
     # Rows that have seen no key yet would subtract infinity from infinity.

@@ -1,4 +1,4 @@
-"""Kernels that an option names: what they are; an error at the start where they cannot serve."""
+"""Kernels that an option names: finding them, and an error at start-up if they cannot be used."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def get_paged_attention(device_type: str, backend: str) -> Callable[..., None]:
 
 
 def attention_scratch_bytes(device_type: str, max_seq_len: int) -> int:
-    """Most memory that attention takes beside its result; 0 on a CPU."""
+    """Most memory that attention takes besides its result; 0 on a CPU."""
     if device_type != "cuda" or source_of("cuda").name == "plain":
         return 0
     from vllm.ops.cuda import triton_attention
@@ -54,10 +54,10 @@ def check_attention_backend(
     has_chunks: bool = False,
     shares_values: bool = False,
 ) -> None:
-    """Raise ValueError when layers of this kind cannot attend through the backend asked for.
+    """Raise ValueError if layers of this kind cannot use the attention backend asked for.
 
-    That the device has it is known (``Platform.choose_attention_backend``). shares_values: values
-    lie among the elements of the keys (latent attention).
+    ``Platform.choose_attention_backend`` has checked that the device has it. shares_values: values
+    lie inside the keys (latent attention).
     """
     if asked is None or device_type != "cuda":
         return
@@ -69,7 +69,7 @@ def check_attention_backend(
 
 
 def check_delta_rule_backend(device_type: str, dtype: torch.dtype) -> None:
-    """Raise ValueError when the recurrent layers cannot use what VLLM_GDN_BACKEND names."""
+    """Raise ValueError if recurrent layers cannot use the kernels that VLLM_GDN_BACKEND names."""
     name = envs.VLLM_GDN_BACKEND
     if name is None:
         return
@@ -84,11 +84,11 @@ def check_delta_rule_backend(device_type: str, dtype: torch.dtype) -> None:
 
 
 def _why_no_triton_kernels(option: str) -> str | None:
-    """Why plain torch computes; all that the options name on CUDA needs Triton's kernels too."""
+    """The reason why plain torch computes, or None; every backend on CUDA also needs Triton."""
     if envs.VLLM_KERNELS == "plain":
         return f"VLLM_KERNELS=plain computes in plain torch; unset one of the two ({option})"
     problem = why_no_triton()
-    return None if problem is None else f"{problem}; mend that, or leave {option} unset"
+    return None if problem is None else f"{problem}; fix that, or leave {option} unset"
 
 
 def _why_no_flashinfer(
@@ -99,17 +99,17 @@ def _why_no_flashinfer(
     if dtype is torch.float32:
         return "FlashInfer does not take dtype='float32'; use TRITON_ATTN, or dtype='bfloat16'"
     if shares_values:
-        return "it takes no latent attention, which this model has; use TRITON_ATTN"
+        return "it does not support latent attention, which this model has; use TRITON_ATTN"
     if head_size not in HEAD_SIZES:
         sizes = ", ".join(map(str, HEAD_SIZES))
         return (
-            f"it takes heads of {sizes} elements, this model has heads of {head_size}; "
+            f"it supports heads of {sizes} elements, this model has heads of {head_size}; "
             "use TRITON_ATTN"
         )
     if has_sinks:
-        return "FlashInfer takes no sinks, this model has some; use TRITON_ATTN"
+        return "FlashInfer does not support sinks, which this model has; use TRITON_ATTN"
     if has_chunks:
-        return "FlashInfer knows no attention inside of chunks, as this model's; use TRITON_ATTN"
+        return "FlashInfer does not support this model's attention inside chunks; use TRITON_ATTN"
     return None
 
 

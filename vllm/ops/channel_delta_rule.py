@@ -28,7 +28,7 @@ def channel_delta_rule(
     dv] in qkv's dtype, dense.
     q and k are L2-normalised per head (1e-6 added to the sum of squares), q scaled by dk^-0.5;
     beta = sigmoid(b). Per token: S = diag(exp(log_decays)) S; S += k (beta (v - S^T k))^T;
-    o = S^T q. All of it in float32, rounded once.
+    o = S^T q. All of it is computed in float32 and rounded once.
     """
     _, heads, dk, dv = state_cache.shape
     sizes = [heads * dk, heads * dk, heads * dv]

@@ -1,8 +1,8 @@
-"""Mixtures of experts: which experts a token gets, their products, and the sum of their outputs.
+"""Mixtures of experts: the choice of experts, their products, and the sum of their outputs.
 
 A token and one of its experts are a *pair*. Pairs are sorted by expert, so that an expert's
-tokens lie side by side; :func:`sort_by_expert` says where each pair went. Nothing that a token
-gets depends on the other tokens: scores and sums are formed row by row, products are those of
+tokens lie side by side; :func:`sort_by_expert` returns the place of each pair. No result of a token
+depends on other tokens: scores and sums are formed row by row, products are those of
 :func:`vllm.ops.linear.linear`, and a token's experts are added in the order of their rank.
 """
 
@@ -31,22 +31,22 @@ def choose_experts(
     weights: Written,
     experts: Written,
 ) -> None:
-    """The experts of every token, best first, and how much each counts.
+    """Choose the experts of every token, best first, and their weights.
 
     logits: float32 [tokens, num_experts]; scores are their softmax (Shazeer et al. 2017) or each
     one's sigmoid. correction: float32 [num_experts], added for the choice only (DeepSeek-V3).
-    Of ``num_groups`` groups of neighbouring experts, those ``num_groups_kept`` take part whose
-    ``group_best`` best sum highest (DeepSeek-V3: 2, DeepSeek-V2: 1). weights: float32 [tokens, k],
-    the scores of the chosen ones, divided by their sum where they are renormalised, times
-    ``scaling``; experts: int64 [tokens, k]. Of equal experts the first one is better. Renormalised
-    softmax is the softmax over the chosen logits.
+    Neighbouring experts form ``num_groups`` groups. A group ranks by the sum of its ``group_best``
+    best experts (DeepSeek-V3: 2, DeepSeek-V2: 1); the ``num_groups_kept`` best groups take part.
+    weights: float32 [tokens, k], the scores of the chosen experts, if renormalised divided by their
+    sum, times ``scaling``; experts: int64 [tokens, k]. The first of equal experts is better.
+    Renormalised softmax is the softmax over the chosen logits.
     """
     if by_sigmoid:
         scores = sigmoid(logits)
     else:
         powers = torch.exp(logits - logits.amax(dim=1, keepdim=True))
         scores = powers / powers.sum(dim=1, keepdim=True)
-    # Scores in their order, but logits far apart have equal ones.
+    # Logits rank like their scores, but logits that are far apart can have equal scores.
     ranked = logits if correction is None and num_groups == 1 else scores
     if correction is not None:
         ranked = scores + correction
@@ -57,19 +57,19 @@ def choose_experts(
     weights.copy_(scores.gather(1, experts))
     if renormalise:
         total = torch.zeros_like(weights[:, 0])
-        for rank in range(weights.shape[1]):  # in order, whatever torch's sum makes of few columns
+        for rank in range(weights.shape[1]):  # in order, which torch's sum does not promise
             total += weights[:, rank]
         weights /= total[:, None]
     weights *= scaling
 
 
 def _best(values: torch.Tensor, count: int) -> torch.Tensor:
-    """Indices of the largest in each row, int64 [rows, count]."""
+    """Indices of the ``count`` largest values of each row, int64 [rows, count]."""
     return values.sort(dim=1, descending=True, stable=True).indices[:, :count]
 
 
 def _drop_groups(groups: torch.Tensor, num_kept: int, group_best: int) -> torch.Tensor:
-    """groups [tokens, groups, experts]: those that are not kept get minus infinity."""
+    """Set all but the best groups to minus infinity. groups: [tokens, groups, experts]."""
     best = groups.sort(dim=2, descending=True).values[..., :group_best]
     kept = _best(best.sum(dim=2), num_kept)
     dropped = torch.ones(groups.shape[:2], dtype=torch.bool, device=groups.device)
@@ -98,18 +98,18 @@ def _(
 
 
 class SortedPairs(NamedTuple):
-    """Pairs in the order of their experts, those of one expert in the order of the tokens."""
+    """Pairs sorted by expert; pairs of one expert are in the order of their tokens."""
 
     tokens: torch.Tensor
-    """int64 [pairs]: the token of each."""
+    """int64 [pairs]: the token of each pair."""
     starts: torch.Tensor
     """int64 [num_experts + 1]: expert e has the pairs from ``starts[e]`` to ``starts[e + 1]``."""
     places: torch.Tensor
-    """int64 [tokens, k]: where the pair of a token and the expert of that rank lies."""
+    """int64 [tokens, k]: the index of the pair of a token and its expert of that rank."""
 
 
 def sort_by_expert(experts: torch.Tensor, num_experts: int) -> SortedPairs:
-    """experts: int64 [tokens, k], as :func:`choose_experts` writes them. Waits for no device."""
+    """Sort int64 [tokens, k], as written by :func:`choose_experts`. Does not wait for a device."""
     chosen, order = experts.flatten().sort(stable=True)
     boundaries = torch.arange(num_experts + 1, device=experts.device)
     places = torch.empty_like(order)
@@ -129,7 +129,7 @@ def expert_linear(
 ) -> None:
     """``out[p] = x[rows[p]] @ weight[e].T + bias[e]`` for the pairs p of each expert e.
 
-    x: [tokens, n]; rows: int64 [pairs], none where x has a row for each pair; starts: int64
+    x: [tokens, n]; rows: int64 [pairs], None if x has a row for each pair; starts: int64
     [num_experts + 1], see :class:`SortedPairs`; weight: [num_experts, m, n] or the panels of
     each expert; bias: [num_experts, m]; out: [pairs, m], dense. Each expert's product is one
     :func:`linear`.
@@ -172,11 +172,11 @@ def combine_experts(
     shared_weights: torch.Tensor | None,
     out: Written,
 ) -> None:
-    """``sum of weights[t, j] * outputs[places[t, j]]`` over the ranks j, in order, plus the shared.
+    """The shared output, if any, plus ``weights[t, j] * outputs[places[t, j]]``, rank j by rank.
 
-    outputs: [pairs, n]; places: int64, weights: float32, both [tokens, k]; shared: [tokens, n],
-    times shared_weights (float32 [tokens]) where they are given, what the sum begins with; out:
-    [tokens, n], dense. Everything is added in float32 and rounded once.
+    outputs: [pairs, n]; places: int64, weights: float32, both [tokens, k]; shared: [tokens, n], the
+    start of the sum, times shared_weights (float32 [tokens]) if they are given; out: [tokens, n],
+    dense. Everything is added in float32 and rounded once.
     """
     total = torch.zeros(out.shape, dtype=torch.float32, device=out.device)
     if shared is not None:

@@ -1,4 +1,4 @@
-"""How the tokens of a step divide into requests, and where their states lie. Plain data."""
+"""Plain data of a step: the division of its tokens into requests, and the places of states."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from vllm.ops.operation import TensorStruct
 
 @dataclass(frozen=True)
 class SequenceLayout(TensorStruct):
-    """How the flat batch divides into requests.
+    """The division of the flat batch into requests.
 
     ``query_start``: int32 [requests + 1], first token of each request in the batch.
     ``seq_lens``: int32 [requests], tokens of each request after this step (context
-    and query). So the first query of request r stands at absolute position
+    and query). So the first query of request r has the absolute position
     ``seq_lens[r] - (query_start[r + 1] - query_start[r])``.
     """
 
@@ -32,10 +32,10 @@ class SequenceLayout(TensorStruct):
     seq_lens_host: torch.Tensor | None = None
     """Copies on the host, for kernels that plan there."""
     is_recorded: bool = False
-    """The step is recorded, to be repeated with other lengths: nothing can be planned by them."""
+    """True if the step is recorded, to be replayed with other lengths: no plan may use these."""
 
     def on_host(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """``query_start`` and ``seq_lens``; without the copies this waits for the device."""
+        """``query_start`` and ``seq_lens`` on the host; without copies it waits for the device."""
         if self.query_start_host is None or self.seq_lens_host is None:
             return self.query_start.cpu(), self.seq_lens.cpu()
         return self.query_start_host, self.seq_lens_host
@@ -52,21 +52,21 @@ class HostStates(NamedTuple):
 
     block_ids: list[int]
     snapshots: list[list[tuple[int, int]]]
-    """(tokens of this step's chunk, block) of each request, in order of tokens."""
+    """For each request, (tokens of this step's chunk, block) in order of tokens."""
 
 
 @dataclass(frozen=True, eq=False)
 class StatePlan(TensorStruct):
-    """Which blocks of the pool hold the recurrent states of one group in this step.
+    """The blocks of the pool that hold the recurrent states of one group in this step.
 
-    ``block_ids``: int32 [requests]; the state is read from there (when
-    ``has_state[r]``, bool [requests]; zeros otherwise) and the state after the last
-    token is written back there. Snapshots of request r are the entries
+    ``block_ids``: int32 [requests]; the state is read from there (if ``has_state[r]``,
+    bool [requests]; else it is zeros), and the state after the last token is written
+    back there. Snapshots of request r are the entries
     ``snapshot_start[r]:snapshot_start[r + 1]``, in order of tokens: the state after
     ``snapshot_tokens[i]`` tokens of this step's chunk (1 <= n <= chunk length) is
-    also written to block ``snapshot_blocks[i]``, nobody's own. All int32. ``is_final``: bool
-    [requests]; where it is set nobody reads the state after the last token, and it need not
-    be written.
+    also written to block ``snapshot_blocks[i]``, which is in no ``block_ids``. All int32.
+    ``is_final``: bool [requests]; if set, the state after the last token is not read later
+    and need not be written.
     """
 
     operator_tensors = (
@@ -87,7 +87,7 @@ class StatePlan(TensorStruct):
     is_final: torch.Tensor | None = None
 
     def on_host(self) -> HostStates:
-        """Blocks and snapshots on the host; without ``host`` this waits for the device."""
+        """Blocks and snapshots on the host; if ``host`` is None this waits for the device."""
         if self.host is not None:
             return self.host
         starts = self.snapshot_start.tolist()
@@ -107,7 +107,7 @@ class StatePlan(TensorStruct):
 
 
 class RequestTokens(NamedTuple):
-    """One request of a step: its tokens in the flat batch, and where its state goes."""
+    """One request of a step: its tokens in the flat batch, and the blocks of its state."""
 
     begin: int
     end: int
@@ -117,20 +117,21 @@ class RequestTokens(NamedTuple):
     """(tokens of this chunk, block), in order of tokens."""
 
     def load(self, *caches: torch.Tensor) -> list[torch.Tensor]:
-        """Dense copies of its states [blocks, ...]; zeros where it has none."""
+        """Dense copies of the request's states from caches [blocks, ...]; zeros if it has none."""
         dense = torch.contiguous_format
         states = [cache[self.block].clone(memory_format=dense) for cache in caches]
         return states if self.has_state else [state.zero_() for state in states]
 
     def pieces(self) -> Iterator[slice]:
-        """Tokens of which float32 intermediates are held at once; no value depends on them."""
+        """Cut the tokens into pieces whose float32 intermediates are held at once; no value
+        depends on their size."""
         for start in range(self.begin, self.end, _PIECE_TOKENS):
             yield slice(start, min(start + _PIECE_TOKENS, self.end))
 
     def keep(
         self, token: int, caches: Sequence[torch.Tensor], states: Sequence[torch.Tensor]
     ) -> None:
-        """Write states after a token of the flat batch wherever they are to be kept."""
+        """Write the states after a token of the flat batch to every block that keeps them."""
         for tokens, block in (*self.snapshots, (self.end - self.begin, self.block)):
             if self.begin + tokens == token + 1:
                 for cache, state in zip(caches, states, strict=True):
@@ -150,10 +151,10 @@ def requests_of(layout: SequenceLayout, states: StatePlan) -> Iterator[RequestTo
 
 
 def new_rows_apart(like: torch.Tensor) -> torch.Tensor:
-    """New rows [rows, columns] for a kernel that reads the same columns of many of them.
+    """New rows [rows, columns] for a kernel that reads the same columns of many rows.
 
-    On the CPU they lie an odd number of cache lines apart: rows that are 4 KiB apart, or a
-    multiple, would drive each other out of a cache.
+    On the CPU they lie an odd number of cache lines apart: rows at a distance of 4 KiB or a
+    multiple would evict each other from a cache.
     """
     rows, columns = like.shape
     if like.device.type != "cpu":
@@ -174,13 +175,13 @@ class StateTensor(NamedTuple):
 
 
 PENDING_TOKENS = 16
-"""Tokens that kernels of the CPU take at once, at absolute positions, where states go from chunk to
-chunk: kChunkTokens of csrc/cpu/chunks.h."""
+"""Tokens of a chunk, at absolute positions, in CPU kernels that advance states chunk by chunk:
+kChunkTokens of csrc/cpu/chunks.h."""
 
 
 def check_pending(
     pending: Sequence[torch.Tensor], blocks: int, of_tokens: tuple[StateTensor, ...]
 ) -> None:
-    """Part of the contract of operations that take such views: all of them, or none."""
+    """Part of the contract of operations with pending tensors: they get all of them, or none."""
     for view, (shape, dtype) in zip(pending, of_tokens if pending else (), strict=True):
         assert view.shape == (blocks, *shape) and view.dtype is dtype and view[0].is_contiguous()

@@ -1,4 +1,4 @@
-"""The recurrence of Griffin (De et al. 2024, arXiv 2402.19427): one number a channel."""
+"""The recurrence of Griffin (De et al. 2024, arXiv 2402.19427): one number per channel."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def gated_linear_recurrence(
     float32 [channels], all below 0; state_cache: float32 view [blocks, channels]; out: [tokens,
     channels] in x's dtype, strided.
     Per token and channel: a = exp(rates sigmoid(decay_gate)),
-    S = a S + sqrt(1 - a^2) sigmoid(input_gate) x, where a request's first token has 1 in the place
-    of the root; out = S. All of it in float32, rounded once.
+    S = a S + sqrt(1 - a^2) sigmoid(input_gate) x, with 1 instead of the root for a request's first
+    token; out = S. All of it is computed in float32 and rounded once.
     """
     for request in requests_of(layout, states):
         (state,) = request.load(state_cache)

@@ -1,4 +1,4 @@
-"""The mLSTM of xLSTM (Beck et al. 2024, arXiv 2405.04517): a matrix for a memory."""
+"""The mLSTM of xLSTM (Beck et al. 2024, arXiv 2405.04517): a recurrence with a matrix memory."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def mlstm(
     """The mLSTM with exponential input gates, token by token.
 
     qkv: [tokens, heads * (2 * dk + dv)], q of all heads, k, v, strided; gates: [tokens, 2 * heads],
-    those of input, then those of forgetting, strided; caches: float32 views [blocks, heads, dk,
-    dv], [blocks, heads, dk] and [blocks, heads], strided but in their last dimension; out:
-    [tokens, heads, dv] in qkv's dtype, dense.
+    input gates, then forget gates, strided; caches: float32 views [blocks, heads, dk, dv],
+    [blocks, heads, dk] and [blocks, heads], strided but in their last dimension; out: [tokens,
+    heads, dv] in qkv's dtype, dense.
     Gates g become gate_cap tanh(g / gate_cap). Per token, with f = log(sigmoid(forget)) and
     m' = max(f + m, input): C = e^(f + m - m') C + e^(input - m') k v^T, n likewise with k, m = m';
     h = C^T q / (max(|n . q|, e^-m) + epsilon), q scaled by dk^-0.5. All states begin with zeros,
-    m too. All of it in float32, rounded once.
+    m too. All of it is computed in float32 and rounded once.
     """
     _, heads, dk, dv = memory_cache.shape
     sizes = [heads * dk, heads * dk, heads * dv]

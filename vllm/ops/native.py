@@ -1,4 +1,4 @@
-"""The operators of ``csrc/cpu``: one library an instruction set, loaded into torch."""
+"""The operators of ``csrc/cpu``: one library per instruction set, loaded into torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from vllm.ops.operation import Operation, Source
 FOLDER = Path(__file__).parent
 
 BASELINE = "baseline"
-"""A CPU with none of the others: plain torch computes."""
+"""A CPU without any of the other instruction sets: plain torch computes."""
 
 _WHOLE = "avx512_vnni"
 _PAIRS = "avx512_bf16"
@@ -30,8 +30,8 @@ _X86_FLAGS = {
     _PAIRS: {"avx512_bf16"},
     _TILES: {"amx_tile", "amx_bf16"},
 }
-"""Flags of /proc/cpuinfo that an instruction set needs, beside those of the ones before it (of
-those of whole numbers there are none that others need)."""
+"""Flags of /proc/cpuinfo that an instruction set needs, besides those of the ones before it. No
+later one needs the flags for whole numbers."""
 
 
 class NativeKernelsUnavailable(Exception):
@@ -49,7 +49,7 @@ def isas_of_this_cpu() -> tuple[str, ...]:
     found = [BASELINE]
     for isa, needed in _X86_FLAGS.items():
         if isa == _WHOLE and not needed <= flags:
-            continue  # no other needs it
+            continue  # no other set needs it
         if not needed <= flags or (isa == _TILES and not _may_use_tiles()):
             break
         found.append(isa)
@@ -58,7 +58,7 @@ def isas_of_this_cpu() -> tuple[str, ...]:
 
 @functools.cache
 def _may_use_tiles() -> bool:
-    """Whether the system lets this process use the tiles' registers; asks for it."""
+    """Ask the system for the tile registers, and return whether this process may use them."""
     if sys.platform != "linux":
         return False
     # arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA): docs.kernel.org/arch/x86/xstate.html
@@ -73,7 +73,7 @@ def _cpu_flags() -> frozenset[str]:
                 return frozenset(line.split(":", 1)[1].split())
     except OSError:
         pass
-    # No Linux: torch's own look at the CPU, which names some flags otherwise.
+    # Not Linux: torch's own detection, which has other names for some flags.
     names = {"fma3": "fma", "avx512_f": "avx512f", "avx512_bw": "avx512bw"}
     names |= {"avx512_dq": "avx512dq", "avx512_vl": "avx512vl"}
     capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
@@ -83,8 +83,8 @@ def _cpu_flags() -> frozenset[str]:
 def load_library(isa: str | None = None, folder: Path = FOLDER) -> NativeLibrary:
     """The operators for ``isa``, or for the best instruction set that this CPU and build have.
 
-    Raises :class:`NativeKernelsUnavailable` when there is no library that works, and ValueError
-    when ``isa`` is not one that this CPU and build have.
+    Raises :class:`NativeKernelsUnavailable` if there is no library that works, and ValueError
+    if ``isa`` is not one that this CPU has.
     """
     available = isas_of_this_cpu()
     if isa == BASELINE:
@@ -112,7 +112,7 @@ def _open_library(isa: str, folder: Path) -> NativeLibrary:
 
 
 class NativeLibrary(Source):
-    """Torch's operators of one instruction set."""
+    """The operators for one instruction set."""
 
     reads_panels = True
     keeps_pending = True
@@ -139,7 +139,7 @@ class NativeLibrary(Source):
                 return None
             self._schemas.define(operation.schema())  # type: ignore[no-untyped-call]
             overload = getattr(getattr(torch.ops, self._namespace), name).default
-            # What the overload's own __call__ calls: a frame of Python less a call.
+            # The function that the overload's own __call__ calls: one Python frame less per call.
             self._operators[name] = getattr(overload, "_op", overload)
         operator = self._operators[name]
         return _with_flat_structs(operator, operation.struct_positions())
@@ -148,7 +148,7 @@ class NativeLibrary(Source):
 def _with_flat_structs(
     operator: Callable[..., None], positions: Sequence[int]
 ) -> Callable[..., None]:
-    """``operator``, called with structs at these positions: it takes their tensors one by one."""
+    """Wrap ``operator``, which takes tensors one by one, for structs at these positions."""
     if not positions:
         return operator
     from_behind = positions[::-1]

@@ -1,8 +1,9 @@
 """Norms of rows: root mean square (Zhang and Sennrich 2019), layer norm (Ba et al. 2016).
 
 ``epsilon`` is added to the mean square. With ``offset`` 0 the normalised value is rounded to the
-dtype before it meets the weight (Llama); with another one (1.0 is the zero-centred form of
-Qwen3.5 and Gemma) the product with ``weight + offset`` is formed in float32 and rounded once.
+dtype before it is multiplied by the weight (Llama). With another offset (1.0 is the zero-centred
+form of Qwen3.5 and Gemma) the product with ``weight + offset`` is formed in float32 and rounded
+once.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from vllm.ops.plain_math import silu
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor | None, epsilon: float, offset: float, out: Written
 ) -> None:
-    """``x / rms(x) * (weight + offset)`` over the last dimension; no weight: not multiplied.
+    """``x / rms(x) * (weight + offset)`` over the last dimension; weight None: ``x / rms(x)``.
 
     x: [tokens, n] or [tokens, heads, n], strided; weight: [n]; out: like x, dense.
     """
-    # Dense rows: a reduction over them is then the same work for every row.
+    # Dense rows, so that a reduction is the same work for every row.
     rows = x.float().contiguous()
     mean_square = (rows * rows).sum(dim=-1, keepdim=True) / x.shape[-1]
     normalised = rows * torch.rsqrt(mean_square + epsilon)
@@ -69,7 +70,7 @@ def gated_rms_norm(
 ) -> None:
     """``rms_norm(x, weight) * silu(gate)``, norm before gate (Qwen3.5 ``linear_attn.norm``).
 
-    x, out: [tokens, heads, n]; gate: the same, may be a slice of a wider projection. The product
+    x, out: [tokens, heads, n]; gate: the same, possibly a slice of a wider projection. The product
     with the gate is formed in float32 and rounded once; out is dense.
     """
     normed = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -95,8 +96,8 @@ def group_gated_rms_norm(
 ) -> None:
     """``rms_norm(x * silu(gate)) * weight`` group by group (Mamba-2), or the norm before the gate.
 
-    x, gate: [tokens, groups, n], strided; weight: [groups, n]; out: like x, dense. Everything in
-    float32, rounded once.
+    x, gate: [tokens, groups, n], strided; weight: [groups, n]; out: like x, dense. Everything is
+    computed in float32 and rounded once.
     """
     rows, gates = x.float().contiguous(), silu(gate.float())
     if gates_first:
@@ -124,8 +125,8 @@ def layer_norm(
 ) -> None:
     """``(x - mean) / sqrt(variance + epsilon) * weight + bias`` over the last dimension.
 
-    x: [tokens, n] or [tokens, heads, n], strided; weight: [n], or [heads, n] where each head has
-    its own; bias: [n]; out: like x, dense. Everything in float32, rounded once.
+    x: [tokens, n] or [tokens, heads, n], strided; weight: [n], or [heads, n] if each head has its
+    own; bias: [n]; out: like x, dense. Everything is computed in float32 and rounded once.
     """
     rows = x.float().contiguous()
     size = x.shape[-1]

@@ -1,7 +1,7 @@
-"""Operations: declared once, and done better where a device can.
+"""Operations: declared once, and overridden by devices that can do better.
 
-An operation is a function over torch tensors that writes its results into tensors it is given,
-so that nothing is allocated in a call::
+An operation is a function over torch tensors that writes its results into given tensors, so that
+a call allocates nothing::
 
     @operation
     def scaled_add(x: torch.Tensor, y: torch.Tensor, factor: float, out: Written) -> None:
@@ -12,18 +12,18 @@ so that nothing is allocated in a call::
     def _(x: torch.Tensor, y: torch.Tensor, out: torch.Tensor) -> None:
         assert x.shape == y.shape == out.shape and out.is_contiguous()
 
-The body is the reference of the tests and what runs where nothing better is there. What takes
-its place on a device is found there (``vllm.ops.sources``): a C++ operator of the same name and
-arguments (``csrc/cpu``), or a function marked ``@scaled_add.override("cuda")``. The contract, which
-takes the arguments that it names, is checked before each of them, as are structs of tensors by
-themselves; broken, it is an error of ours, never of a user's. What repeats calls whose contracts
-held need not have them checked again (:func:`contracts_held`).
+The body is the reference for the tests, and runs on devices without an override. The source of a
+device (``vllm.ops.sources``) finds overrides: a C++ operator of the same name and arguments
+(``csrc/cpu``), or a function marked ``@scaled_add.override("cuda")``. The contract takes the
+arguments that it names. It is checked before each call of any implementation, and structs of
+tensors check themselves. A broken contract is our error, never a user's. Repeated calls whose
+contracts held need not check them again (:func:`contracts_held`).
 
-Rules for all: the first argument is a tensor, on the device that computes. Tensors may be
-strided, their last dimension is dense. *Tokens* are those of all requests of a step, one request
-after another (the *flat batch*). Arithmetic is float32 inside, whatever the dtype (float32,
-bfloat16, float16) of the tensors. What a token gets depends on no other request, and not on where
-a chunk starts (docs/design.md, "Bit-identity"). What is written is written completely.
+Rules for all operations: the first argument is a tensor on the device that computes. Tensors may be
+strided, but their last dimension is dense. *Tokens* are those of all requests of a step, one
+request after another (the *flat batch*). Arithmetic is float32 inside, whatever the dtype (float32,
+bfloat16, float16) of the tensors. The result of a token does not depend on other requests, nor on
+where a chunk starts (docs/design.md, "Bit-identity"). Every output is written completely.
 """
 
 from __future__ import annotations
@@ -50,31 +50,31 @@ class TensorStruct:
     """Arguments that belong together; a C++ operator takes the tensors one by one."""
 
     operator_tensors: tuple[str, ...]
-    """Names of the fields that it takes: of type ``torch.Tensor`` or ``torch.Tensor | None``."""
+    """Fields that a C++ operator takes, of type ``torch.Tensor`` or ``torch.Tensor | None``."""
 
     @cached_property
     def flat(self) -> tuple[torch.Tensor | None, ...]:
-        """Their values, in this order; all layers of a step take them of the same struct."""
+        """The values of these fields, in order; cached for all layers of a step."""
         return tuple(getattr(self, name) for name in self.operator_tensors)
 
     def check(self) -> None:
-        """Part of the contract of every operation that takes one."""
+        """Assert what holds of the struct; part of the contract of operations that take it."""
 
 
 class Source:
-    """Where a device's ways of doing operations come from; this one: the bodies of all."""
+    """Provides a device's implementations of operations; this class provides only the bodies."""
 
     name = "plain"
     reads_panels = False
-    """Whether products are faster with weights that lie as panels (vllm.ops.linear)."""
+    """True if products are faster with weights in panels (vllm.ops.linear)."""
     keeps_pending = False
-    """Whether the delta rule keeps tokens beside the state (vllm.ops.recurrent)."""
+    """True if the delta rule keeps tokens besides the state (vllm.ops.recurrent)."""
     multiplies_pairs = False
-    """Whether pairs of bfloat16 are multiplied at once: then Mamba-2 keeps tokens, too
+    """True if pairs of bfloat16 are multiplied at once; then Mamba-2 keeps tokens, too
     (vllm.ops.state_space)."""
 
     def find(self, operation: Operation[Any]) -> Callable[..., None] | None:
-        """What does the operation there; None: its body does."""
+        """The implementation of the operation; None: its body."""
         return None
 
 
@@ -83,7 +83,7 @@ _find_source: Callable[[str], Source]
 
 
 def use_sources(find_source: Callable[[str], Source]) -> None:
-    """Take implementations from ``find_source(device type)`` from now on."""
+    """From now on, take implementations from ``find_source(device type)``."""
     global _find_source
     _find_source = find_source
     for each in _operations.values():
@@ -91,17 +91,17 @@ def use_sources(find_source: Callable[[str], Source]) -> None:
 
 
 def source_of(device_type: str) -> Source:
-    """Where implementations for that type of device come from."""
+    """The source of implementations for a type of device."""
     return _find_source(device_type)
 
 
 def all_operations() -> dict[str, Operation[Any]]:
-    """Every operation of the modules that were imported, by name."""
+    """Every operation of the imported modules, by name."""
     return dict(_operations)
 
 
 class Operation(Generic[P]):
-    """What ``@operation`` makes of a function; called like it."""
+    """A function decorated with ``@operation``; it is called like the function."""
 
     def __init__(self, body: Callable[P, None]) -> None:
         self.body = body
@@ -122,19 +122,19 @@ class Operation(Generic[P]):
     def contract(self, check: Callable[..., None]) -> Callable[..., None]:
         """Decorator: ``check`` asserts what holds in every call for the arguments that it names."""
         names = list(inspect.signature(self.body).parameters)
-        looked_at = [names.index(name) for name in inspect.signature(check).parameters]
+        checked = [names.index(name) for name in inspect.signature(check).parameters]
         structs = self.struct_positions()
 
         def check_call(args: Sequence[Any]) -> None:
             for position in structs:
                 args[position].check()
-            check(*[args[position] for position in looked_at])
+            check(*[args[position] for position in checked])
 
         self._check = check_call if __debug__ else _no_contract
         return check
 
     def override(self, device_type: str) -> Callable[[Callable[P, None]], Callable[P, None]]:
-        """Decorator: the function takes the body's place on devices of that type."""
+        """Decorator: the function replaces the body on devices of that type."""
 
         def register(function: Callable[P, None]) -> Callable[P, None]:
             self.overrides[device_type] = function
@@ -143,18 +143,18 @@ class Operation(Generic[P]):
         return register
 
     def is_overridden(self, device: str | torch.device) -> bool:
-        """Whether something better than the body runs there."""
-        place = torch.device(device) if isinstance(device, str) else device
-        return self._by_device[place] is not self.body
+        """Return whether something other than the body runs on the device."""
+        resolved = torch.device(device) if isinstance(device, str) else device
+        return self._by_device[resolved] is not self.body
 
     def run(self, implementation: Callable[..., None], *args: P.args, **kwargs: P.kwargs) -> None:
-        """Call one implementation, its contract checked."""
+        """Check the contract, then call one implementation."""
         positional = self._positional(*args, **kwargs)
         self._check(positional)
         implementation(*positional)
 
     def forget(self) -> None:
-        """Look for implementations anew at the next call."""
+        """Forget the implementations found so far; the next call looks for them again."""
         self._by_device.clear()
 
     def schema(self) -> str:
@@ -166,7 +166,7 @@ class Operation(Generic[P]):
         return f"{self.name}({', '.join(declared)}) -> ()"
 
     def struct_positions(self) -> list[int]:
-        """Which arguments are :class:`TensorStruct`."""
+        """Positions of the arguments that are a :class:`TensorStruct`."""
         hints = get_type_hints(self.body)
         names = inspect.signature(self.body).parameters
         return [position for position, name in enumerate(names) if _is_struct(hints[name])]
@@ -183,7 +183,7 @@ def operation(body: Callable[P, None]) -> Operation[P]:
 
 
 class _ByDevice(dict[torch.device, Callable[..., None]]):
-    """The implementation on each device, looked for at first use."""
+    """The implementation for each device, found on first use."""
 
     def __init__(self, owner: Operation[Any]) -> None:
         super().__init__()
@@ -208,9 +208,9 @@ _checking = _Checking()
 
 @contextmanager
 def contracts_held() -> Iterator[None]:
-    """Inside, this thread checks no contracts: they held for calls with tensors just like these.
-
-    To check all of a step of one token takes a quarter of the time between its kernels.
+    """Skip contract checks in this thread: they held for earlier calls with the same kinds of
+    tensors. Checking all calls of a step of one token takes a quarter of the time between its
+    kernels.
     """
     before, _checking.is_off = _checking.is_off, True
     try:
@@ -235,7 +235,7 @@ def _is_struct(hint: Any) -> bool:
 
 
 def _declare(name: str, hint: Any, aliases: Iterator[str]) -> Iterator[str]:
-    """How torch's schema declares an argument."""
+    """The declaration of an argument in torch's schema."""
     if hint == Written:
         yield f"Tensor({next(aliases)}!) {name}"
     elif hint == Sequence[Written]:

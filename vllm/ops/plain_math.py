@@ -1,9 +1,9 @@
-"""Elementwise functions in float32 whose bits do not depend on where an element stands.
+"""Elementwise functions in float32 whose bits do not depend on the position of an element.
 
-torch's own ``sigmoid``, ``silu`` and ``softplus`` use one formula for whole SIMD vectors
-and another for the rest of an array on the CPU, so the same number gives two results
-one unit apart, depending on the size of the batch (measured with torch 2.13). ``exp``
-and ``log1p`` do not, and ``+ - * /`` are exact by IEEE 754.
+On the CPU, torch's own ``sigmoid``, ``silu`` and ``softplus`` use one formula for whole SIMD
+vectors and another for the rest of an array. So the same number gives two results one unit
+apart, depending on the size of the batch (measured with torch 2.13). ``exp`` and ``log1p`` do
+not, and ``+ - * /`` are exact by IEEE 754.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from vllm.ops.operation import Written, operation, source_of
 from vllm.ops.plain_math import sigmoid, silu, softplus
 
 _CONV_PIECE_TOKENS = 512
-"""Tokens for which float32 intermediates are held at once; no value depends on them."""
+"""Tokens for which float32 intermediates are held at once; no value depends on this number."""
 
 _L2_EPS = 1e-6
 
@@ -35,7 +35,7 @@ def causal_conv1d(
     state_cache: Written,
     out: Written,
 ) -> None:
-    """Depthwise causal convolution over time, then SiLU where it is asked for.
+    """Depthwise causal convolution over time, then SiLU if ``applies_silu``.
 
     x: [tokens, channels], strided; weight: [channels, width]; bias: [channels] or None;
     state_cache: strided view [blocks, width - 1, channels] in x's dtype (the last inputs, oldest
@@ -79,7 +79,7 @@ def _(
 def _convolve(
     inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, applies_silu: bool
 ) -> torch.Tensor:
-    """Row t: the convolution over inputs t .. t + width - 1, in inputs' dtype."""
+    """Convolve: row t covers the inputs t .. t + width - 1. Result in the inputs' dtype."""
     width = weight.shape[1]
     taps = weight.t().contiguous()  # [width, channels]
     num_rows = inputs.shape[0] - width + 1
@@ -97,7 +97,7 @@ def _convolve(
 
 
 class _TokenInputs(NamedTuple):
-    """What the delta rule reads of some tokens, float32."""
+    """Inputs of the delta rule for some tokens, float32."""
 
     pairs: torch.Tensor
     """[tokens, v_heads, 2, dk]: the normalised key, then the scaled normalised query."""
@@ -112,7 +112,7 @@ class _TokenInputs(NamedTuple):
 
 
 class DeltaRuleShape(NamedTuple):
-    """Heads and their sizes."""
+    """Numbers of heads and their sizes."""
 
     num_k_heads: int
     num_v_heads: int
@@ -123,9 +123,9 @@ class DeltaRuleShape(NamedTuple):
 def pending_tensors(
     device_type: str, dtype: torch.dtype, num_k_heads: int, num_v_heads: int, dk: int, dv: int
 ) -> tuple[StateTensor, ...]:
-    """What :func:`gated_delta_rule` keeps of a request there beside its state.
+    """Tensors that :func:`gated_delta_rule` keeps of a request besides its state.
 
-    For kernels that advance the state a chunk of tokens at a time: the tokens since.
+    Kernels that advance the state by whole chunks keep the tokens since the last chunk.
     """
     if dtype is torch.float32 or not source_of(device_type).keeps_pending:
         return ()
@@ -135,7 +135,7 @@ def pending_tensors(
 def tokens_since_a_chunk(
     dtype: torch.dtype, num_k_heads: int, num_v_heads: int, dk: int, dv: int
 ) -> tuple[StateTensor, ...]:
-    """Keys, updates and decays of the tokens that the state does not know yet."""
+    """Keys, updates and decays of the tokens that the state does not include yet."""
     return (
         StateTensor((num_k_heads, PENDING_TOKENS, dk), dtype),
         StateTensor((num_v_heads, PENDING_TOKENS, dv), torch.float32),
@@ -162,14 +162,14 @@ def gated_delta_rule(
 
     qkv: [tokens, 2 * num_k_heads * dk + num_v_heads * dv] after the convolution; a, b: [tokens,
     num_v_heads], strided; a_log, dt_bias: [num_v_heads]; state_cache: float32 strided view
-    [blocks, num_v_heads, dk, dv]; pending: views [blocks, ...] of :func:`pending_tensors`
-    asked for, with which a state in the pool is complete only together (how a state lies there
-    is the kernels' own affair); out: [tokens, num_v_heads, dv] in qkv's dtype, dense.
+    [blocks, num_v_heads, dk, dv]; pending: views [blocks, ...] of the tensors that
+    :func:`pending_tensors` names, which complete a state in the pool (each kernel has its own
+    layout of states there); out: [tokens, num_v_heads, dv] in qkv's dtype, dense.
     q and k are L2-normalised per head (1e-6 added to the sum of squares), q scaled by dk^-0.5;
     k-head h serves v-heads h*r .. h*r+r-1.
     decay = exp(-exp(a_log) * softplus(a + dt_bias)), beta = beta_scale sigmoid(b).
     Per token: S *= decay; S += k (beta (v - S^T k))^T; o = S^T q. 16-bit kernels may round the
-    state to bfloat16 where it is multiplied.
+    state to bfloat16 for its products.
     """
     assert not pending
     shape = DeltaRuleShape(num_k_heads, *state_cache.shape[1:])
@@ -237,7 +237,7 @@ def _token_inputs(
 
 
 def unit(x: torch.Tensor) -> torch.Tensor:
-    """Rows of the last dimension at length one."""
+    """Scale the rows of the last dimension to length one."""
     return x * torch.rsqrt((x * x).sum(dim=-1, keepdim=True) + _L2_EPS)
 
 
@@ -246,7 +246,7 @@ def _delta_step(state: torch.Tensor, tokens: _TokenInputs, t: int, rows: torch.T
 
     With r = decay * S^T k and p = decay * S^T q of the old state, the value to store is
     u = beta (v - r), and the new state S' = decay * S + k u^T gives
-    S'^T q = p + (k . q) u: one product reads the state for both.
+    S'^T q = p + (k . q) u. So one product reads the state for both.
     """
     pair = tokens.pairs[t].clone()  # a copy: the product always sees the same alignment
     decay = tokens.decays[t]

@@ -15,8 +15,8 @@ def rotary_embedding(
     """Rotate the first ``rotary_dim`` elements of each head, in place.
 
     positions: int64 [tokens]; query, key: [tokens, heads, head_size], strided; cos_sin: float32
-    [max_position, rotary_dim], cosines then sines. Half-split (NeoX) pairs
-    (i, i + rotary_dim / 2), or interleaved pairs (2i, 2i + 1).
+    [max_position, rotary_dim], cosines then sines. Pairs are half-split as in NeoX
+    (i, i + rotary_dim / 2), or interleaved (2i, 2i + 1).
     """
     rotary_dim = cos_sin.shape[1]
     cos, sin = cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)  # [tokens, 1, rotary_dim / 2]
@@ -61,7 +61,7 @@ def norm_and_rotate(
 ) -> None:
     """:func:`vllm.ops.norms.rms_norm` of each head, then :func:`rotary_embedding`.
 
-    query, key: [tokens, heads, head_size], strided; weights: [head_size]; outs: like them, dense.
+    query, key: [tokens, heads, head_size], strided; weights: [head_size]; outs: like those, dense.
     """
     rms_norm(query, query_weight, epsilon, offset, query_out)
     rms_norm(key, key_weight, epsilon, offset, key_out)

@@ -1,4 +1,4 @@
-"""How captured rows leave a device: looked at where they are, copied to the host."""
+"""Transport of captured rows from a device: they are checked there and copied to the host."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from vllm.ops.rows import find_bad_cells, first_bad_cells, gather_rows
 from vllm.utils.transfers import HostCopy
 
 MAX_LEAVING_TOKENS = 16384
-"""Tokens of one large step: its rows leave while the next one runs."""
+"""Tokens of one large step; its rows leave while the next one runs."""
 MAX_LEAVING_BYTES = 2**30
 
 
 class RowReport(NamedTuple):
-    """What a look at rows found: the first bad (row, column) of each kind, -1 for none."""
+    """The result of a check of rows: the first bad (row, column) of each kind, -1 for none."""
 
     nonfinite_row: int
     nonfinite_column: int
@@ -28,55 +28,55 @@ class RowReport(NamedTuple):
 
     @property
     def is_good(self) -> bool:
-        """Whether there is neither."""
+        """True if there is no bad row of either kind."""
         return self.nonfinite_row < 0 and self.zero_row < 0
 
     def result(self) -> RowReport:
-        """A report that is there is a :class:`PendingReport` too."""
+        """Return itself: a finished report is a :class:`PendingReport` too."""
         return self
 
 
 class PendingReport(Protocol):
-    """A report that may still be on its way from the device, with the rows it is about."""
+    """A report that may still be on its way from the device, like the rows that it describes."""
 
     def result(self) -> RowReport:
-        """Wait until rows and report are on the host. May be called on any thread."""
+        """Wait until rows and report are on the host; any thread may call it."""
         ...
 
 
 class RowTransport(Protocol):
-    """How rows leave a device."""
+    """Moves rows from a device to the host."""
 
     def gather(
         self, row_cache: torch.Tensor, slots: torch.Tensor, out: torch.Tensor
     ) -> PendingReport:
-        """Copy rows to ``out``, on the host (pinned for another device), and look at them.
+        """Copy rows to ``out``, on the host (pinned for another device), and check them.
 
-        ``out`` may be read when the report is there, the row cache may be written at once.
+        ``out`` may be read once the report is there; the row cache may be written at once.
         """
         ...
 
     def inspect(self, rows: torch.Tensor) -> PendingReport:
-        """The report on dense rows [rows, layers, hidden], where they are."""
+        """Check dense rows [rows, layers, hidden] where they are."""
         ...
 
     def beside(self, rows: torch.Tensor) -> Callable[[], AbstractContextManager[None]]:
-        """Makes blocks, on any thread, of which nothing waits for what they do with ``rows``.
+        """Return a maker of ``with`` blocks, for any thread, whose work on ``rows`` delays nothing.
 
-        Whoever calls it keeps ``rows``, and does not write them, until that is known to be over.
+        The caller keeps ``rows``, and does not write them, until it knows that the work is done.
         """
         ...
 
     def leaving_bytes(self, token_bytes: int) -> int:
         """Most device memory that rows take between :meth:`gather` and the host.
 
-        token_bytes: of the rows of one token.
+        token_bytes: bytes of the rows of one token.
         """
         ...
 
 
 class HostRows:
-    """The :class:`RowTransport` of the CPU: rows are there already."""
+    """The :class:`RowTransport` of the CPU, whose rows are already on the host."""
 
     def gather(self, row_cache: torch.Tensor, slots: torch.Tensor, out: torch.Tensor) -> RowReport:
         report = torch.empty(2, dtype=torch.int64)
@@ -104,34 +104,34 @@ class DeviceReport(NamedTuple):
     """A :class:`PendingReport` of rows on a device."""
 
     cells: HostCopy
-    """int64 [2]: first cell that is not finite, first that is all zero; ``num_cells``: none."""
+    """int64 [2]: first cell that is not finite, first that is all zeros; ``num_cells``: none."""
     num_cells: int
     num_columns: int
 
     def result(self) -> RowReport:
-        """Wait for it, and for what its stream copied before."""
+        """Wait for the report, and for earlier copies of its stream."""
         cells = self.cells.result()
         return _report(cells.masked_fill(cells == self.num_cells, -1), self.num_columns)
 
 
 class DeviceRows:
-    """The :class:`RowTransport` of one device, on a stream of its own.
+    """The :class:`RowTransport` of one device, on its own stream.
 
-    Rows leave beside the computation: looked at there, then copied; the device never waits.
+    Rows are checked and copied beside the computation, which never waits for them.
     """
 
     def __init__(self) -> None:
         self._stream: torch.cuda.Stream | None = None
         self._leaving: WeakKeyDictionary[HostCopy, torch.Tensor] = WeakKeyDictionary()
-        """Gathered rows, oldest first, by the last copy that reads them: they stay with whoever
-        waits for it."""
+        """Gathered rows, oldest first, by the last copy that reads them; an entry lasts as long as
+        someone holds that copy to wait for it."""
         self._changing = threading.Lock()
 
     def gather(
         self, row_cache: torch.Tensor, slots: torch.Tensor, out: torch.Tensor
     ) -> DeviceReport:
-        """The rows leave the pool on the current stream, so that it may be written by what is
-        queued next; from there they are looked at and travel beside it.
+        """Take the rows out of the pool on the current stream, so that later work on it may write
+        the pool. Checking and copying them then runs beside that stream.
         """
         with self._changing:
             self._make_room(out.nbytes, self.leaving_bytes(out[:1].nbytes))
@@ -152,10 +152,10 @@ class DeviceRows:
         return min(MAX_LEAVING_TOKENS * token_bytes, MAX_LEAVING_BYTES)
 
     def _make_room(self, num_bytes: int, most_bytes: int) -> None:
-        """Let go of the oldest rows where there would be more than ``most_bytes``.
+        """Drop the oldest rows until at most ``most_bytes`` would be held.
 
-        The device waits until they have left, the host does not: what is queued from here on may
-        use their memory.
+        The device waits until they have left, the host does not: work that is queued from now on
+        may use their memory.
         """
         leaving = list(self._leaving.items())
         num_bytes += sum(rows.nbytes for _, rows in leaving)
@@ -168,14 +168,14 @@ class DeviceRows:
 
     def beside(self, rows: torch.Tensor) -> Callable[[], AbstractContextManager[None]]:
         if self._stream is None:
-            # Its kernels are small; the others would let them wait behind whole products.
+            # Its kernels are small, and would otherwise wait behind whole products.
             self._stream = torch.cuda.Stream(rows.device, priority=-1)  # type: ignore[no-untyped-call]
-        stream, are_there = self._stream, torch.cuda.Event()  # type: ignore[no-untyped-call]
-        are_there.record(torch.cuda.current_stream(rows.device))
+        stream, rows_ready = self._stream, torch.cuda.Event()  # type: ignore[no-untyped-call]
+        rows_ready.record(torch.cuda.current_stream(rows.device))
 
         @contextmanager
         def block() -> Iterator[None]:
-            stream.wait_event(are_there)
+            stream.wait_event(rows_ready)
             with torch.cuda.stream(stream):
                 yield
 

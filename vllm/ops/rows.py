@@ -1,4 +1,4 @@
-"""Captured rows: into a row cache, out of it, and whether they are sound. Copies of blocks."""
+"""Captured rows: writing them to a row cache, reading and checking them. Copies of blocks."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ def _(
 def gather_rows(
     row_cache: torch.Tensor, slots: torch.Tensor, out: Written, report: Written
 ) -> None:
-    """Copy rows out of a row cache on the host, and look at every element once.
+    """Copy rows out of a row cache on the host, and check every element once.
 
     row_cache, slots: as for :func:`capture_rows`, no slot skipped; out: [rows, layers, hidden],
-    dense; report: int64 [2], the first cells (row * layers + layer) that hold a value that is
-    not finite and that are all zero; -1: none.
+    dense; report: int64 [2], the first cell (row * layers + layer) with a value that is not
+    finite, and the first that is all zeros; -1: none.
     """
     rows_per_block = row_cache.shape[1]
     out.copy_(row_cache[slots // rows_per_block, slots % rows_per_block])
@@ -75,7 +75,7 @@ def copy_blocks(sources: torch.Tensor, destinations: torch.Tensor, pool: Written
 
     sources, destinations: int64 [copies]; pool: int8 [num_blocks, block_bytes].
     """
-    # In slices: the blocks in between stand outside the pool.
+    # In slices, because the copies are staged in memory outside the pool.
     per_slice = max(1, _COPY_SLICE_BYTES // pool.shape[1])
     for start in range(0, len(sources), per_slice):
         part = slice(start, start + per_slice)
@@ -93,14 +93,14 @@ _COPY_SLICE_BYTES = 64 * 2**20
 
 @operation
 def find_bad_cells(rows: torch.Tensor, report: Written) -> None:
-    """Which rows cannot be right, found where they are, with no copy of them.
+    """Find rows that cannot be right, where they are and without copying them.
 
-    rows: [rows, layers, hidden]; report: int64 [2], the first cells (row * layers + layer) that
-    hold a value that is not finite and that are all zero; rows * layers: none.
+    rows: [rows, layers, hidden]; report: int64 [2], the first cell (row * layers + layer) with a
+    value that is not finite, and the first that is all zeros; rows * layers: none.
     """
     largest = largest_magnitudes(rows).flatten()
     good = torch.stack([largest.isfinite(), largest != 0])
-    good = functional.pad(good, (0, 1))  # the cell behind the last stands for none
+    good = functional.pad(good, (0, 1))  # the cell after the last one means none
     num_cells = largest.shape[0]
     cells = torch.arange(num_cells + 1, device=rows.device)
     # Not torch.where: it copies a number to the device and waits for it.
@@ -114,7 +114,7 @@ def _(rows: torch.Tensor, report: torch.Tensor) -> None:
 
 
 def first_bad_cells(rows: torch.Tensor) -> torch.Tensor:
-    """``report`` of :func:`gather_rows`."""
+    """The ``report`` of :func:`gather_rows` on these rows."""
     report = torch.empty(2, dtype=torch.int64)
     find_bad_cells(rows, report)
     return report.masked_fill_(report == rows.shape[0] * rows.shape[1], -1)

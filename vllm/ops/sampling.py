@@ -1,4 +1,4 @@
-"""What logits say."""
+"""Choosing tokens by their logits."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from vllm.ops.operation import KERNEL_DTYPES, Written, operation
 
 @operation
 def most_likely(logits: torch.Tensor, out: Written) -> None:
-    """The first of the largest logits of each row; of a row with NaN, the first of these.
+    """Index of the largest logit of each row, or of its first NaN; the first one if several tie.
 
     logits: [rows, vocabulary]; out: int64 [rows].
     """

@@ -24,15 +24,15 @@ def selective_scan(
     state_cache: Written,
     out: Written,
 ) -> None:
-    """Mamba's selective scan, token by token, and the gate behind it.
+    """Mamba's selective scan, token by token, and the gate after it.
 
     x (after the convolution), step, gate: [tokens, channels], strided; b, c: [tokens, groups,
-    state_size], strided, a group serves channels / groups neighbouring channels; rates: float32
+    state_size], strided; a group serves channels / groups neighbouring channels; rates: float32
     [state_size, channels], all below 0 (``-exp(A_log)``, transposed); step_bias, skip: float32
     [channels]; state_cache: float32 strided view [blocks, state_size, channels]; out: [tokens,
     channels] in x's dtype, strided.
     Per token and channel, with d = softplus(step + step_bias): S = exp(d rates) S + d x b;
-    out = (c . S + skip x) silu(gate). All of it in float32, rounded once.
+    out = (c . S + skip x) silu(gate). All of it is computed in float32 and rounded once.
     """
     channels = x.shape[1]
     for request in requests_of(layout, states):

@@ -7,21 +7,21 @@ from dataclasses import dataclass, replace
 import torch
 
 _SMALLEST_SCALE = 1e-12
-"""Of rows of zeros, and of nearly nothing."""
+"""Scale of rows that are zero or nearly zero."""
 
 
 @dataclass(frozen=True)
 class ServedActivations:
     """``x ~ code * scale``: the inputs of a layer, rounded before it multiplies.
 
-    A scale brings the largest magnitude of its elements to the largest code, 448 of E4M3 or 127 of
-    int8, unless it is given; elements are divided by it in float32 and rounded to the nearest
+    Unless it is given, a scale maps the largest magnitude of its elements to the largest code, 448
+    for E4M3 or 127 for int8. Elements are divided by it in float32 and rounded to the nearest
     code, ties to even.
 
-    dtype: of the codes, torch.float8_e4m3fn or torch.int8; group_size: consecutive elements of a
-    row with a scale of their own, None: a row has one; scale: the checkpoint's own, for all; bound:
-    what magnitudes are cut to before a scale is formed; powers_of_two: scales go up to the next
-    one (UE8M0).
+    dtype: dtype of the codes, torch.float8_e4m3fn or torch.int8; group_size: number of consecutive
+    elements of a row that share a scale, None: the whole row; scale: the checkpoint's own scale for
+    all elements; bound: limit for magnitudes before a scale is formed; powers_of_two: scales are
+    rounded up to a power of two (UE8M0).
     """
 
     dtype: torch.dtype
@@ -35,7 +35,7 @@ class ServedActivations:
         return replace(self, scale=scale)
 
     def quantise(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """[rows, n] -> codes in the dtype of x, scales float32 [rows, 1] or [rows, groups]."""
+        """Map [rows, n] to codes in x's dtype and float32 scales, [rows, 1] or [rows, groups]."""
         is_float = self.dtype.is_floating_point
         largest = torch.finfo(self.dtype).max if is_float else torch.iinfo(self.dtype).max
         rows, columns = x.shape
@@ -47,12 +47,12 @@ class ServedActivations:
         if self.scale is not None:
             scales = groups.new_full((rows, 1), self.scale)
         else:
-            # Not abs().amax(): every tensor as large as x is new memory, which costs more.
+            # Not abs().amax(): each tensor as large as x costs new memory, which is slower.
             magnitudes = torch.maximum(groups.amax(2), groups.amin(2).neg_())
             if self.bound is not None:
                 magnitudes = magnitudes.clamp(max=self.bound)
             scales = (magnitudes / largest).clamp(min=_SMALLEST_SCALE)
-            if self.powers_of_two:  # anything behind the point goes up into the exponent
+            if self.powers_of_two:  # any bit of the mantissa carries into the exponent
                 bits = (scales.view(torch.int32) + 0x007FFFFF) & 0x7F800000
                 scales = bits.view(torch.float32)
         into = None if x.dtype is torch.float32 else groups

@@ -26,9 +26,10 @@ def pending_tensors(
     num_groups: int,
     state_size: int,
 ) -> tuple[StateTensor, ...]:
-    """What :func:`state_space_scan` keeps of a request there beside its state.
+    """Tensors that :func:`state_space_scan` keeps of a request besides its state.
 
-    Where products of pairs make it worthwhile the state goes from chunk to chunk: the tokens since.
+    If products of pairs make it worthwhile, the state advances by whole chunks; then these are the
+    tokens since the last chunk.
     """
     if dtype is not torch.bfloat16 or not source_of(device_type).multiplies_pairs:
         return ()
@@ -38,7 +39,7 @@ def pending_tensors(
 def tokens_since_a_chunk(
     dtype: torch.dtype, heads: int, head_dim: int, num_groups: int, state_size: int
 ) -> tuple[StateTensor, ...]:
-    """x and B, and dt, of the tokens that the state does not know yet."""
+    """x and B, and dt, of the tokens that the state does not include yet."""
     columns = heads * head_dim + num_groups * state_size
     return (
         StateTensor((PENDING_TOKENS, columns), dtype),
@@ -62,18 +63,18 @@ def state_space_scan(
     pending: Sequence[Written],
     out: Written,
 ) -> None:
-    """The selective state-space recurrence with one decay a head (Mamba-2).
+    """The selective state-space recurrence with one decay per head (Mamba-2).
 
     xbc: [tokens, heads * head_dim + 2 * num_groups * state_size] after the convolution, as x of
     all heads, B of all groups, C of all groups, strided; dt: [tokens, heads], strided; a_log,
     dt_bias, d: float32 [heads]; state_cache: float32 view [blocks, heads, state_size, head_dim],
-    dense inside a block; pending: views [blocks, ...] of what :func:`pending_tensors` asked for,
-    with which a state in the pool is complete only together (how a state lies there is the kernels'
-    own affair); out: [tokens, heads, head_dim] in xbc's dtype, dense.
+    dense inside a block; pending: views [blocks, ...] of the tensors that :func:`pending_tensors`
+    names, which complete a state in the pool (each kernel has its own layout of states there); out:
+    [tokens, heads, head_dim] in xbc's dtype, dense.
     Group g serves heads g*r .. g*r+r-1, r = heads / num_groups.
     step = clamp(softplus(dt + dt_bias), dt_min, dt_max), decay = exp(-exp(a_log) * step).
-    Per token: S = decay S + B (step x)^T; y = S^T C + d x. Kernels of 16 bits may round the state,
-    and what a token adds to it, to bfloat16 where they are multiplied.
+    Per token: S = decay S + B (step x)^T; y = S^T C + d x. 16-bit kernels may round the state, and
+    what a token adds to it, to bfloat16 for their products.
     """
     assert not pending
     _, heads, state_size, head_dim = state_cache.shape

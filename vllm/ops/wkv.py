@@ -1,4 +1,4 @@
-"""The recurrence of RWKV-4 (Peng et al. 2023, arXiv 2305.13048): a weighted mean a channel."""
+"""The recurrence of RWKV-4 (Peng et al. 2023, arXiv 2305.13048): a weighted mean per channel."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from vllm.ops.operation import Written, operation
 from vllm.ops.plain_math import sigmoid
 
 NO_TOKEN = -1e38
-"""The greatest exponent before a request's first token: far below all, and no infinity."""
+"""Stands for the greatest exponent before a request's first token: far below all, yet finite."""
 
 
 @operation
@@ -24,7 +24,7 @@ def wkv(
     state_cache: Written,
     out: Written,
 ) -> None:
-    """RWKV-4's weighted mean of values, token by token, and the gate behind it.
+    """RWKV-4's weighted mean of values, token by token, and the gate after it.
 
     key, value, receptance (before its sigmoid): [tokens, channels], strided; log_decay (below 0),
     bonus: float32 [channels]; state_cache: float32 view [blocks, 3, channels], strided but in its
@@ -32,7 +32,7 @@ def wkv(
     channels] in key's dtype, strided.
     Per token and channel: out = sigmoid(receptance) (N + e^(bonus + key) value) /
     (D + e^(bonus + key)); then N = e^log_decay N + e^key value, D = e^log_decay D + e^key.
-    All of it in float32, rounded once.
+    All of it is computed in float32 and rounded once.
     """
     caches = state_cache.unbind(1)
     for request in requests_of(layout, states):

@@ -1,13 +1,13 @@
-"""What an NVIDIA GPU does better: Triton where it pays, torch and cuBLAS elsewhere.
+"""Overrides for NVIDIA GPUs: Triton where it pays, torch and cuBLAS elsewhere.
 
-Nothing here waits for the device. Bits of a row do not depend on the batch, except that
+Nothing here waits for the device. The bits of a row do not depend on the batch, except that
 
 * cuBLAS chooses the algorithm of products by the number of rows;
-* the recurrent layers are the same for all cuts at multiples of 64 tokens only
+* recurrent layers give the same bits only for cuts at multiples of 64 tokens
   (``triton_recurrent``).
 """
 
-# Each registers the operations that it does.
+# Each module registers its overrides.
 from vllm.ops.cuda import (  # noqa: F401
     linear,
     triton_attention,

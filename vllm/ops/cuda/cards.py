@@ -1,4 +1,4 @@
-"""What kernels choose their tiles by. Without a card: those for Hopper."""
+"""Properties of the card by which kernels choose their tiles; without a card, those of Hopper."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ def _capability() -> tuple[int, int]:
 
 
 def generation() -> int:
-    """Of the card: 9 for Hopper, whose four warps multiply 64 rows at once, from registers."""
+    """The card's generation: 9 for Hopper, whose four warps multiply 64 rows at once, from
+    registers."""
     return _capability()[0]
 
 
 def has_small_memory() -> bool:
-    """Whether programs have 99 KiB of shared memory, as on cards for desktops (sm_86, 89, 120)."""
+    """Return whether a program has only 99 KiB of shared memory, as on desktop cards (sm_86, 89,
+    120)."""
     return _capability() in ((8, 6), (8, 9)) or generation() == 12

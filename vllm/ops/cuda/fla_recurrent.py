@@ -1,8 +1,8 @@
 """Whole chunks of the gated delta rule through flash-linear-attention.
 
 The library takes dense sequences with dense states, so states are gathered from the pool
-and scattered back, and a request is cut wherever a state is to be kept: one call (*round*)
-for the first pieces of all requests, one for the second ones, and so on.
+and scattered back. A request is cut wherever a state is to be kept: there is one call
+(*round*) for the first pieces of all requests, one for the second pieces, and so on.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from vllm.ops.plain_math import sigmoid, softplus
 
 
 class Round(NamedTuple):
-    """Pieces of requests that do not wait for each other; all lists are over pieces."""
+    """Pieces of requests that do not depend on each other; lists have an entry per piece."""
 
     starts: list[int]
     """First token of the piece in the flat batch."""
     lengths: list[int]
-    """Multiples of the chunk."""
+    """Tokens of the piece, a multiple of the chunk."""
     blocks: list[int]
-    """Where the state comes from and goes to."""
+    """Block that the state is read from and written to."""
     has_state: list[bool]
     kept_before: list[tuple[int, int]]
-    """(piece, block): also keep the state before the piece there."""
+    """(piece, block): the block also gets the state before the piece."""
     kept_after: list[tuple[int, int]]
 
 
 class _Tables(NamedTuple):
-    """A :class:`Round` on the device; int64 if not said otherwise."""
+    """A :class:`Round` on the device; int64 unless stated otherwise."""
 
     tokens: torch.Tensor
     cu_seqlens: torch.Tensor
@@ -55,7 +55,7 @@ class _Tables(NamedTuple):
 def plan_rounds(query_start: list[int], seq_lens: list[int], host: HostStates) -> list[Round]:
     """Cut the whole chunks (see ``triton_recurrent_pieces``) of a step at its snapshots.
 
-    The block of a snapshot gets the state at the last chunk boundary not behind it.
+    The block of a snapshot gets the state at the last chunk boundary at or before it.
     """
     rounds: list[Round] = []
     for r, block in enumerate(host.block_ids):
@@ -86,7 +86,7 @@ def plan_rounds(query_start: list[int], seq_lens: list[int], host: HostStates) -
 
 
 def _to_device(step: Round, device: torch.device) -> _Tables:
-    """One copy, which on CUDA does not wait for the device."""
+    """Copy a round to the device in one copy, which on CUDA does not wait."""
     lengths = np.asarray(step.lengths)
     ends = np.cumsum(lengths)
     pieces = np.arange(len(lengths))
@@ -114,7 +114,7 @@ def _to_device(step: Round, device: torch.device) -> _Tables:
 _SPLITS_BY_BATCH = "FLA_INTRACARD_CP"
 
 _tables: WeakKeyDictionary[StatePlan, list[_Tables]] = WeakKeyDictionary()
-"""The layers of a group share a plan."""
+"""Tables by plan: the layers of a group share one."""
 
 
 def _tables_of(call: DeltaRuleCall) -> list[_Tables]:
@@ -129,10 +129,10 @@ def _tables_of(call: DeltaRuleCall) -> list[_Tables]:
 
 @functools.cache
 def _chunk_function() -> Any:
-    """``fla.ops.gated_delta_rule.chunk_gated_delta_rule``. Raises ImportError without it."""
+    """``fla.ops.gated_delta_rule.chunk_gated_delta_rule``; ImportError if it is not installed."""
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
-    # Earlier versions build their tables of chunks in a way that waits for the device.
+    # Earlier versions wait for the device while they build their tables of chunks.
     if "chunk_indices" not in inspect.signature(chunk_gated_delta_rule).parameters:
         raise ImportError("flash-linear-attention is older than 0.6")
     return chunk_gated_delta_rule
@@ -140,11 +140,11 @@ def _chunk_function() -> Any:
 
 @functools.cache
 def why_unavailable() -> str | None:
-    """Why flash-linear-attention cannot be used; None when it can."""
+    """The reason why flash-linear-attention cannot be used; None if it can."""
     if os.environ.get(_SPLITS_BY_BATCH, "0") not in ("", "0"):
         return (
             f"{_SPLITS_BY_BATCH}={os.environ[_SPLITS_BY_BATCH]} makes it wait for the device, and "
-            "cut a prompt by what runs beside it; unset it"
+            "split a prompt depending on what runs beside it; unset it"
         )
     try:
         _chunk_function()
@@ -154,9 +154,9 @@ def why_unavailable() -> str | None:
 
 
 def run_chunks(call: DeltaRuleCall) -> None:
-    """The whole chunks of a step: fill their rows of ``out``, move the states on.
+    """Compute the whole chunks of a step: fill their rows of ``out`` and advance the states.
 
-    ``qkv`` has to be bfloat16 or float16.
+    ``qkv`` must be bfloat16 or float16.
     """
     num_v_heads, dk, dv = call.state_cache.shape[1:]
     heads = (call.num_k_heads, call.num_k_heads, num_v_heads)

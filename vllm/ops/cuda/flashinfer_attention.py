@@ -1,10 +1,10 @@
 """Attention through FlashInfer's paged wrappers, planned once per step and kind of layer.
 
 FlashInfer addresses pages by one stride. The pool's pages lie at ``block * block_stride +
-page * page_stride``, so its "pages" are counted in the common divisor of the two strides:
-overlapping views of the pool, of which only the whole pages are named.
+page * page_stride``, so pages for FlashInfer are counted in units of the common divisor of the two
+strides. They are overlapping views of the pool, and tables name only whole pages.
 
-The bits of a row may depend on the batch: FlashInfer chooses its tiles by it.
+The bits of a row may depend on the batch, because FlashInfer chooses its tiles by the batch.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ WORKSPACE_BYTES = 256 * 2**20
 
 
 class PagePlan(NamedTuple):
-    """Which pages the requests of a step read. All but ``indices`` are on the host. int32."""
+    """The pages that the requests of a step read. All but ``indices`` are on the host. int32."""
 
     query_indptr: torch.Tensor
     """[requests + 1]"""
     indptr: torch.Tensor
-    """[requests + 1], into ``indices``."""
+    """[requests + 1], offsets into ``indices``."""
     indices: torch.Tensor
     """[pages], in units of :func:`page_unit`."""
     last_page_len: torch.Tensor
@@ -37,7 +37,7 @@ class PagePlan(NamedTuple):
 
 
 def page_unit(kv_cache: torch.Tensor) -> int:
-    """Elements in which both the distance of blocks and that of pages are whole numbers."""
+    """Largest number of elements that divides the distances of blocks and of pages."""
     return math.gcd(kv_cache.stride(0), kv_cache.stride(1))
 
 
@@ -47,10 +47,10 @@ def plan_pages(
     kv_cache: torch.Tensor,
     sliding_window: int | None,
 ) -> PagePlan:
-    """The pages of every request. Waits for the device only when ``layout`` was not on the host.
+    """Plan the pages of every request. Waits for the device only if ``layout`` is not on the host.
 
-    Pages behind the window of a request's first query are left out: the wrappers count
-    positions from the end. What their table entries name may hold anything, NaN too.
+    Pages before the window of a request's first query are left out: the wrappers count
+    positions from the end. The blocks that their table entries name may hold anything, even NaN.
     """
     query_start, seq_lens = layout.on_host()
     _, pages_per_block, page_tokens, _, _ = kv_cache.shape
@@ -89,7 +89,7 @@ def page_views(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class _Kind(NamedTuple):
-    """What a plan depends on, within one step."""
+    """The properties of a layer that a plan depends on within one step."""
 
     block_table: int
     """Address of the table."""
@@ -104,7 +104,8 @@ class _Kind(NamedTuple):
 
 
 class FlashInferAttention(threading.local):
-    """Each thread, hence each engine, has plans and a workspace of its own."""
+    """Attention through FlashInfer. Each thread, hence each engine, has its own plans and
+    workspace."""
 
     def __init__(self) -> None:
         self._layout: SequenceLayout | None = None
@@ -130,12 +131,12 @@ class FlashInferAttention(threading.local):
     ) -> None:
         """See :func:`vllm.ops.attention.paged_attention`.
 
-        Steps that are recorded, and so cannot be planned anew, go through the Triton kernel.
-        What FlashInfer does not take is refused before (``vllm.ops.backends``).
+        Recorded steps, which cannot be planned anew, go through the Triton kernel.
+        ``vllm.ops.backends`` has refused everything that FlashInfer does not support.
         """
         if layout.is_recorded:
-            given = (query, kv_cache, block_table, layout, scale, value_offset, sliding_window)
-            triton_paged_attention(*given, chunk_size, soft_cap, sinks, out)
+            arguments = (query, kv_cache, block_table, layout, scale, value_offset, sliding_window)
+            triton_paged_attention(*arguments, chunk_size, soft_cap, sinks, out)
             return
         assert query.dtype is not torch.float32 and query.shape[2] in HEAD_SIZES
         assert sinks is None and chunk_size is None
@@ -157,7 +158,7 @@ class FlashInferAttention(threading.local):
         self._planned[kind].run(query, page_views(kv_cache), out=out)
 
     def _plan(self, kind: _Kind, pages: PagePlan, device: torch.device) -> Any:
-        """A wrapper that is planned for this kind of layer in this step."""
+        """Plan a wrapper for this kind of layer in this step, and return it."""
         import flashinfer
 
         assert self._layout is not None
@@ -181,10 +182,10 @@ class FlashInferAttention(threading.local):
         return wrapper
 
     def _free_wrapper(self, wrapper_class: type, device: torch.device) -> Any:
-        """One without a plan of this step or the last; all share the workspace of the results.
+        """A wrapper without a plan of this step or the last; all share one workspace for results.
 
-        A plan goes to the card from host memory that is the wrapper's own: the step before may
-        still wait for its copy.
+        A plan is copied to the card from the wrapper's own host memory, and the copy of the
+        previous step may not be done yet.
         """
         if self._workspace is None:
             self._workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)

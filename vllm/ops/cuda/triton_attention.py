@@ -1,14 +1,13 @@
 """Paged attention in Triton: one kernel for prompts, chunks, decodes and mixtures of them.
 
-A program takes a tile of query rows, the heads that share a KV head packed behind each
-token, and walks over the keys in tiles that start at absolute positions. Every
-``SPLIT_KEYS`` keys the online softmax starts afresh, and the parts are folded together in
-order: inside the program, or, when there are too few programs for the device, by
-:func:`_combine_kernel` from partial results of several programs. Both ways do the same
-operations, so how the keys were spread over programs changes no bit. A row that does not
-see a tile is left exactly as it was.
+A program takes a tile of query rows, in which each token has the heads that share a KV head, and
+walks over the keys in tiles that start at absolute positions. Every ``SPLIT_KEYS`` keys the online
+softmax starts afresh, and the parts are folded together in order: inside the program, or, if there
+are too few programs for the device, by :func:`_combine_kernel` from partial results of several
+programs. Both ways do the same operations, so the distribution of keys over programs changes no
+bit. A row that does not see a tile is left exactly as it was.
 
-On a card the bits of a row then depend on the tensor-core instruction alone. On Hopper tiles of
+On a card the bits of a row then depend only on the tensor-core instruction. On Hopper, tiles of
 64 and of 128 rows use the same one (64 rows for each four warps).
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -30,7 +29,7 @@ from vllm.ops.layout import SequenceLayout
 SPLIT_KEYS = 2048
 """Keys of one part: a multiple of every key tile, and the same for every batch."""
 PROGRAMS_WANTED = 512
-"""About four for each multiprocessor of a large card; below that, parts run side by side."""
+"""About four per multiprocessor of a large card; with fewer programs, parts run side by side."""
 MAX_PARTIAL_BYTES = 256 * 2**20
 """Most memory that partial results may take."""
 
@@ -43,15 +42,16 @@ class _TileShape(NamedTuple):
     num_warps: int
     num_stages: int
     overlaps: bool = False
-    """Whether whole tiles are multiplied and weighed beside each other, which changes no bit."""
+    """True if products of a whole tile overlap with the softmax of another; this changes no bit."""
 
 
 def _tile_shape(dtype: torch.dtype, padded_head: int, rows_of_longest: int) -> _TileShape:
-    """Sizes for Hopper; ``keys`` must not follow the batch, the bits depend on it.
+    """Sizes for Hopper; ``keys`` must not depend on the batch, because bits depend on it.
 
-    Elsewhere warps divide the keys of a tile of 64 rows and the rows of one of 128, so that a
-    softmax would be summed up in another order: there is one of both.
-    Chosen so that the inner loop spills no register and shared memory (227 KiB) suffices.
+    On other cards, warps divide the keys of a tile of 64 rows but the rows of a tile of 128, so a
+    softmax would be summed in another order; there only one of the two shapes is used.
+    The sizes are chosen so that the inner loop spills no register and shared memory (227 KiB)
+    suffices.
     """
     if dtype is torch.float32:  # no tensor cores
         if padded_head > 256:
@@ -71,7 +71,7 @@ def _tile_shape(dtype: torch.dtype, padded_head: int, rows_of_longest: int) -> _
 
 
 def attention_scratch_bytes(max_seq_len: int) -> int:
-    """Most memory that attention takes beside its result."""
+    """Most memory that attention takes besides its result."""
     return MAX_PARTIAL_BYTES if max_seq_len > SPLIT_KEYS else 0
 
 
@@ -95,7 +95,7 @@ def paged_attention(
     if num_tokens == 0:
         return
     group = num_heads // num_kv_heads
-    # Values that begin their keys are read with them; what is left of the keys is the tail.
+    # Values that are the beginning of their keys are read with them; the tail is the rest of a key.
     shares_values = value_offset == 0 and value_size <= key_size
     main_size = value_size if shares_values else key_size
     tail_size = key_size - main_size
@@ -118,7 +118,7 @@ def paged_attention(
     if num_parts > 1 and cell_bytes * math.prod(partial_shape[:3]) <= MAX_PARTIAL_BYTES:
         partials = query.new_empty(partial_shape, dtype=torch.float32)
         tops = query.new_empty(partial_shape[:3], dtype=torch.float32)
-        # No half of one tensor: its alignment would follow the batch, and Triton compiles for it.
+        # Not half of one tensor: Triton compiles for its alignment, which would vary by batch.
         totals = torch.empty_like(tops)
     _attention_kernel[(num_tiles, head_slices, 1 if partials is None else num_parts)](
         *(query, kv_cache, block_table, layout.query_start, layout.seq_lens, sinks, out),
@@ -147,7 +147,7 @@ def paged_attention(
         tile_keys=shape.keys,
         split_keys=SPLIT_KEYS,
         always_masked=always_masked,
-        # With a cap some numbers would not fit into registers.
+        # With a cap, registers would spill.
         overlaps=shape.overlaps and not (shares_values or always_masked or soft_cap is not None),
         num_warps=shape.num_warps,
         num_stages=shape.num_stages,
@@ -169,7 +169,7 @@ def paged_attention(
 
 
 def _padded(size: int) -> int:
-    """Elements of a tile that holds so many."""
+    """Elements of a tile that holds ``size`` elements."""
     return max(16, int(triton.next_power_of_2(size)))
 
 
@@ -189,7 +189,7 @@ def _find_request(query_start, num_requests, index, tile_tokens: tl.constexpr, e
 
 @triton.jit
 def _fold(top, total, acc, new_top, new_total, new_acc):
-    """The softmax state of two parts of the keys, each [rows], [rows], [rows, head]."""
+    """Join the softmax states of two parts of the keys, each [rows], [rows], [rows, head]."""
     both = tl.maximum(top, new_top)
     reference = tl.where(both == float("-inf"), 0.0, both)
     fade = tl.exp2(top - reference)
@@ -201,7 +201,7 @@ def _fold(top, total, acc, new_top, new_total, new_acc):
 
 @triton.jit
 def _finish(top, total, acc, sinks, heads, known):
-    """The weighted mean; ``sinks`` (or None) holds a score without a value for each head."""
+    """The weighted mean; ``sinks`` (or None) holds a score without a value per head."""
     if sinks is not None:
         sink = tl.load(sinks + heads, mask=known, other=0.0).to(tl.float32) * 1.4426950408889634
         reference = tl.maximum(top, sink)
@@ -297,7 +297,7 @@ def _attention_kernel(
         low_key = first_position // window * window
     first_tile = low_key // tile_keys
     end_tile = last_position // tile_keys + 1
-    whole_end = (first_position + 1) // tile_keys  # tiles before see every query of this program
+    whole_end = (first_position + 1) // tile_keys  # every query sees the tiles before this one
     if always_masked:
         whole_end = 0
     kv_start = kv_cache + kv_head * kv_head_stride
@@ -323,7 +323,7 @@ def _attention_kernel(
                 *(block_stride, page_stride, token_stride, factor),
                 *(main_size, value_offset, value_size, pages_per_block, page_tokens, tile_keys),
             )
-        # Twice: tiles that every query sees whole, where they were not visited yet, and the others.
+        # First the tiles that every query sees whole, unless they were visited above; then others.
         for masked in tl.static_range(overlaps or always_masked, 2):
             part_top, part_total, part_acc = visit_tiles(
                 *(part_top, part_total, part_acc, rows),
@@ -371,7 +371,7 @@ def _combine_kernel(
     has_chunks: tl.constexpr,
     split_keys: tl.constexpr,
 ):
-    """Program (token, some heads): the parts of its keys, folded in order."""
+    """Program (token, some heads): folds the parts of the token's keys in order."""
     token = tl.program_id(0)
     request = _find_request(query_start, num_requests, token, 1, 0)
     end = tl.load(query_start + request + 1)

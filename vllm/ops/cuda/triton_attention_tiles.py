@@ -9,9 +9,9 @@ import triton.language as tl
 
 @triton.jit
 def _find_keys(tile, tile_keys: tl.constexpr, page_tokens: tl.constexpr):
-    """(page, place in it) of each key of a tile."""
+    """(page, offset in it) of each key of a tile."""
     row = tl.arange(0, tile_keys)
-    if tile_keys % page_tokens == 0:  # the second is the same for every tile
+    if tile_keys % page_tokens == 0:  # then the offsets are the same for every tile
         return tile * (tile_keys // page_tokens) + row // page_tokens, row % page_tokens
     key = tile * tile_keys + row
     return key // page_tokens, key % page_tokens
@@ -19,7 +19,7 @@ def _find_keys(tile, tile_keys: tl.constexpr, page_tokens: tl.constexpr):
 
 @triton.jit
 def _weigh(scores, multiplier, top, total):
-    """The online softmax goes on by a tile: (top, total, what fades the sums before, weights).
+    """Advance the online softmax by a tile: (top, total, factor for earlier sums, weights).
 
     The products that a compiler could fuse are fused by hand, so that all forms round alike.
     """
@@ -134,7 +134,7 @@ def _place_keys(
     page_tokens: tl.constexpr,
     tile_keys: tl.constexpr,
 ):
-    """Where the content of each key of a whole tile begins."""
+    """Offset of the content of each key of a whole tile."""
     page, in_page = _find_keys(tile, tile_keys, page_tokens)
     block = tl.load(table + page // pages_per_block)
     in_block = page % pages_per_block * page_stride + in_page * token_stride
@@ -143,15 +143,15 @@ def _place_keys(
 
 @triton.jit
 def _add_late(acc, fade, late, values):
-    """Values by the weights of the turn before, which :func:`_for_later` made."""
+    """Add values with the weights of the previous turn, which :func:`_for_later` made."""
     weights = late.to(values.dtype, bitcast=True)
     return tl.dot(weights, values, acc * fade[:, None], input_precision="ieee")
 
 
 @triton.jit
 def _for_later(weights, dtype: tl.constexpr):
-    """As integers: a left factor that a turn only hands on, the compiler takes from shared memory;
-    what it has to convert first stays in registers."""
+    """Keep the weights as integers. The compiler would move a left factor that is only passed from
+    turn to turn to shared memory; one that it has to convert first stays in registers."""
     return weights.to(dtype).to(tl.int16, bitcast=True)
 
 
@@ -176,8 +176,8 @@ def visit_whole_tiles(
     page_tokens: tl.constexpr,
     tile_keys: tl.constexpr,
 ):
-    """As :func:`visit_tiles`, but tensor cores multiply a tile's values beside the softmax of the
-    next one. Every row goes through the same operations in the same order."""
+    """The same as :func:`visit_tiles`, but tensor cores multiply a tile's values during the softmax
+    of the next one. Every row goes through the same operations in the same order."""
     keys_at = kv_head + tl.arange(0, main_size)[None, :]
     values_at = kv_head + value_offset + tl.arange(0, value_size)[None, :]
     if begin < end:

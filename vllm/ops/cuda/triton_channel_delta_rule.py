@@ -15,7 +15,7 @@ from vllm.ops.cuda.triton_walk import read, strided, tables_of, walk, write
 from vllm.ops.layout import SequenceLayout, StatePlan
 
 _COLUMNS = 32
-"""Of a state, in one program."""
+"""Columns of a state in one program."""
 
 
 @triton.jit

@@ -1,6 +1,6 @@
 """Norms, activations and stores into the pool, in Triton.
 
-Every row has a program, or a place in one, of its own: its bits do not depend on others.
+Every row has its own program, or its own place in one, so its bits do not depend on other rows.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
@@ -13,7 +13,7 @@ import triton.language as tl
 from vllm.ops import activations, attention, norms, rows
 
 _TILE = 4096
-"""Elements of a program where rows are short."""
+"""Elements of a program for short rows."""
 
 
 def _row_strides(x: torch.Tensor) -> tuple[int, int, int]:
@@ -114,7 +114,7 @@ def _rms_norm_kernel(
         values = values.to(rounded_type).to(tl.float32)
     mean_square = tl.sum(values * values, 1) / width
     normalised = values * tl.rsqrt(mean_square + eps)[:, None]
-    if residual is not None:  # after the reduction: until then other threads read
+    if residual is not None:  # after the reduction, because other threads read until then
         tl.store(stream, values.to(rounded_type), mask=mask)
     if weight is not None:
         scale = tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32)
@@ -327,7 +327,7 @@ def _bad_cells_kernel(
     for first in range(0, width, tile):
         column = first + tl.arange(0, tile)
         values = tl.load(rows + start + column, mask=column < width, other=0.0).to(tl.float32)
-        # NaN counts as infinite: the larger one of NaN and a number is the number.
+        # NaN counts as infinite, because the maximum of NaN and a number is the number.
         magnitude = tl.where(values == values, tl.abs(values), float("inf"))
         largest = tl.maximum(largest, magnitude)
     peak = tl.max(largest, axis=0)

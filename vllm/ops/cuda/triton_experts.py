@@ -1,7 +1,7 @@
-"""The products of all experts in one launch: the host need not know who has how many tokens.
+"""The products of all experts in one launch: the host need not know each expert's token count.
 
-A program takes a tile of one expert's pairs and a tile of its outputs. Tiles of pairs start where
-the expert's pairs do, and terms are summed in order, so a pair's bits do not depend on others.
+A program takes a tile of one expert's pairs and a tile of its outputs. The first tile of an expert
+starts at its first pair, and terms are summed in order, so a pair's bits do not depend on others.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
@@ -27,7 +27,7 @@ class _TileShape(NamedTuple):
 
 _SIXTEEN_BITS = _TileShape(rows=64, columns=128, terms=64, num_warps=4, num_stages=3)
 _FLOAT32 = _TileShape(rows=32, columns=64, terms=32, num_warps=4, num_stages=2)
-"""The same for any number of pairs: bits depend on the tensor-core instruction."""
+"""Both are the same for any number of pairs: bits depend on the tensor-core instruction."""
 
 
 @experts.expert_linear.override("cuda")
@@ -74,7 +74,7 @@ def _expert_kernel(
     tile_columns: tl.constexpr,
     tile_terms: tl.constexpr,
 ):
-    """Program (tile of pairs, tile of outputs); an expert has one tile more than it may need."""
+    """Program (tile of pairs, tile of outputs); an expert may have one more tile than it needs."""
     index = tl.program_id(0)
     expert = _find_request(starts, num_experts, index, tile_rows, 1)
     begin = tl.load(starts + expert)
@@ -88,7 +88,7 @@ def _expert_kernel(
     if rows is not None:
         row = tl.load(rows + pair, mask=known, other=0)
     column = tl.program_id(1) * tile_columns + tl.arange(0, tile_columns)
-    wanted = column < columns
+    inside = column < columns
     cell = expert.to(tl.int64) * columns + column
     inputs = x + row.to(tl.int64)[:, None] * x_stride
     weights = weight + cell[:, None] * terms
@@ -97,12 +97,12 @@ def _expert_kernel(
         term = start + tl.arange(0, tile_terms)[None, :]
         if terms % tile_terms == 0:
             a = tl.load(inputs + term, mask=known[:, None], other=0.0)
-            b = tl.load(weights + term, mask=wanted[:, None], other=0.0)
+            b = tl.load(weights + term, mask=inside[:, None], other=0.0)
         else:
             a = tl.load(inputs + term, mask=known[:, None] & (term < terms), other=0.0)
-            b = tl.load(weights + term, mask=wanted[:, None] & (term < terms), other=0.0)
+            b = tl.load(weights + term, mask=inside[:, None] & (term < terms), other=0.0)
         acc = tl.dot(a, tl.trans(b), acc, input_precision="ieee")
     if bias is not None:
-        acc += tl.load(bias + cell, mask=wanted, other=0.0).to(tl.float32)[None, :]
+        acc += tl.load(bias + cell, mask=inside, other=0.0).to(tl.float32)[None, :]
     target = out + pair.to(tl.int64)[:, None] * columns + column[None, :]
-    tl.store(target, acc.to(out.dtype.element_ty), mask=known[:, None] & wanted[None, :])
+    tl.store(target, acc.to(out.dtype.element_ty), mask=known[:, None] & inside[None, :])

@@ -12,7 +12,7 @@ from vllm.ops.cuda.triton_walk import read, strided, tables_of, walk, write
 from vllm.ops.layout import SequenceLayout, StatePlan
 
 _CHANNELS = 128
-"""Of one program."""
+"""Channels of one program."""
 
 
 @triton.jit

@@ -1,7 +1,7 @@
 """The mLSTM in Triton, token by token: bits do not depend on where steps end.
 
-One kernel walks over gates, stabiliser and normaliser of each head and leaves three factors a
-token; another one over the memory, some of its columns a program.
+One kernel walks over gates, stabiliser and normaliser of each head, and writes three factors per
+token. Another kernel walks over the memory; each of its programs has some of the columns.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
@@ -16,12 +16,12 @@ from vllm.ops.cuda.triton_walk import read, strided, tables_of, walk, write
 from vllm.ops.layout import SequenceLayout, StatePlan
 
 _COLUMNS = 32
-"""Of a memory, in one program."""
+"""Columns of a memory in one program."""
 
 
 @triton.jit
 def _capped(gate, cap):
-    """cap tanh(gate / cap), of one number."""
+    """cap tanh(gate / cap) of one number."""
     return cap * (2.0 / (1.0 + tl.exp(-2.0 * gate / cap)) - 1.0)
 
 

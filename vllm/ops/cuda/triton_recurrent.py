@@ -1,11 +1,11 @@
 """Recurrent layers on CUDA: ``gated_delta_rule``.
 
 Float32 walks from token to token. Otherwise whole chunks of 64 tokens at absolute
-positions go through kernels that work in chunks (ours, or those of
-flash-linear-attention), and only the tokens before and after them walk. So a prompt has
-the same bits for all cuts at multiples of 64, and what is left over for any cuts. A
-snapshot within a whole chunk is walked to from the boundary below it; one at a multiple
-of 64 costs nothing, and what resumes from it goes on with the same bits.
+positions go through chunked kernels (ours, or those of flash-linear-attention), and only
+the tokens before and after them walk. So a prompt has the same bits for all cuts at
+multiples of 64, and the tokens outside whole chunks have the same bits for any cuts. A
+snapshot within a whole chunk is reached by a walk from the boundary below it. One at a
+multiple of 64 costs nothing, and a request that resumes from it gets the same bits.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from vllm.ops.cuda.triton_walk import tables_of
 _STEP_COLUMNS = 16
 """Columns of a state that one program holds."""
 _MULTIPROCESSORS = 132
-"""Of an H100 or H200."""
+"""Number of multiprocessors of an H100 or H200."""
 _NO_CHUNK = 2**30
 """More tokens than any request has."""
 
@@ -87,8 +87,8 @@ def _run_chunks(call: DeltaRuleCall) -> None:
         scale=dk**-0.5,
         chunk=CHUNK,
         rows=rows,
-        # Four warps of generation 10 take left factors from memory of their own, where Triton
-        # has no place for those of 64 rows that change from turn to turn of a loop.
+        # Four warps of generation 10 take left factors from tensor memory, in which Triton has no
+        # place for factors of 64 rows that change from turn to turn of a loop.
         num_warps=2 if cards.generation() == 10 else 4,
     )
     columns, num_warps = _scan_shape(min(num_requests, most_chunks) * num_v_heads, dv)
@@ -111,8 +111,9 @@ def _run_chunks(call: DeltaRuleCall) -> None:
 def _scan_shape(num_states: int, dv: int) -> tuple[int, int]:
     """(columns of a state that a program holds, its warps), for so many states of ``dv`` columns.
 
-    Each four warps do the same, however many there are. Eight share what they load; where that
-    would leave multiprocessors without a program, they are two programs.
+    Each group of four warps does the same work, however many groups there are. Two groups in one
+    program share what they load; if that would leave multiprocessors without a program, they are
+    two programs.
     """
     if cards.generation() != 9:
         return 32, 4

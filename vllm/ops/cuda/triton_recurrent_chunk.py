@@ -9,13 +9,13 @@ recurrence of the paper (Yang et al. 2024) unrolls to
     O = diag(exp g) Q S + lower part of (G * Q K^T) U
     S' = exp(g_C) S + K^T diag(exp(g_C - g)) U
 
-``prepare_kernel`` computes what does not depend on S for all chunks at once,
+``prepare_kernel`` computes the parts that do not depend on S, for all chunks at once.
 ``scan_kernel`` walks over the chunks of a request. Both work on the transposes of all these
-matrices: S, U and what they become are then left factors, which a tensor core takes from the
+matrices: S, U and their products are then left factors, which a tensor core takes from the
 registers that they were computed in.
 
 Products run on tensor cores in bfloat16 or float16 with float32 sums. Queries, keys and values
-enter unchanged, as their norms are factors of rows; everything else is the sum of two
+enter unchanged, because their norms are factors of rows. Every other factor is the sum of two
 numbers of that dtype, so that a product keeps about 16 bits of it.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -45,14 +45,14 @@ def _dot(high, low, exact, start=None):
 
 @triton.jit
 def _dot_split(high, low, right_high, right_low, start=None):
-    """``start + (high + low) @ (right_high + right_low)`` but for the product of both low parts."""
+    """``start + (high + low) @ (right_high + right_low)`` without the product of both low parts."""
     product = tl.dot(high, right_low, start)
     return tl.dot(high, right_high, tl.dot(low, right_high, product))
 
 
 @triton.jit
 def _join_blocks(inverse, upper, row, column, size: tl.constexpr, dtype: tl.constexpr):
-    """From the inverses of diagonal blocks of ``size`` to those of blocks twice as large."""
+    """Turn the inverses of diagonal blocks of ``size`` into those of blocks twice as large."""
     right = tl.where((row // size % 2 == 0) & (column // size == row // size + 1), upper, 0.0)
     high, low = _split(inverse, dtype)
     right_high, right_low = _split(right, dtype)
@@ -64,10 +64,10 @@ def _join_blocks(inverse, upper, row, column, size: tl.constexpr, dtype: tl.cons
 def _unit_upper_inverse(upper, chunk: tl.constexpr, dtype: tl.constexpr):
     """Inverse of I + ``upper`` (strictly upper triangular).
 
-    Pairs of blocks A, C on the diagonal with B right of A: the inverse has -A^-1 B C^-1 there.
-    From blocks of one element to those of 16 for all 16 x 16 blocks on the diagonal at once, then
-    for the whole. No power of a matrix is formed: with equal keys those grow beyond what cancels
-    in float32.
+    For two blocks A and C on the diagonal with B to the right of A, the inverse has -A^-1 B C^-1 in
+    the place of B. Blocks grow from one element to 16 for all 16 x 16 blocks on the diagonal at
+    once, then for the whole matrix. No power of a matrix is formed: with equal keys powers grow
+    too large to cancel in float32.
     """
     count: tl.constexpr = chunk // 16
     block = tl.arange(0, count)
@@ -114,8 +114,8 @@ def prepare_kernel(
     """One chunk of the v-heads of one k-head. Writes, at [chunk, v-head]:
 
     squares [4, chunk, chunk], in qkv's dtype: high and low part of (I + L)^-1 diag(beta), then
-    of the lower part of G * Q K^T, all transposed. scales [4, chunk], float32: factors that take
-    raw keys (in, out) and queries (in) to decayed and normalised ones; exp g.
+    of the lower part of G * Q K^T, all transposed. scales [4, chunk], float32: factors that turn
+    raw keys (in, out) and queries (in) into decayed and normalised ones, then exp g.
     """
     request, index = find_tile(tl.program_id(0), query_start, seq_lens, num_requests, chunk, True)
     if request < num_requests:
@@ -138,8 +138,8 @@ def prepare_kernel(
         cell = i[:, None] * chunk + i[None, :]
         after = i[None, :] > i[:, None]
         not_after = tl.where(i[:, None] <= i[None, :], 1.0, 0.0).to(tl.bfloat16)
-        # Products of keys are the same for all heads, and computed for each: kept, they would not
-        # fit into registers, nor would what the compiler takes out of the loop.
+        # Products of keys are the same for all heads, but are computed for each: if kept, they
+        # would not fit into registers, nor would the values that the compiler hoists out of a loop.
         for head in tl.range(key_head * group, (key_head + 1) * group, disable_licm=True):
             log_decay, beta = gates(
                 tl.load(a + tokens * a_stride + head),
@@ -148,8 +148,8 @@ def prepare_kernel(
                 tl.load(dt_bias + head),
                 beta_scale,
             )
-            # Sums from j to i: differences of running sums would cancel after a small decay.
-            # Three numbers of 8 bits are a float32.
+            # Sums from j to i, because differences of running sums would cancel after a small
+            # decay. Three numbers of 8 bits are a float32.
             terms = tl.where(after, log_decay[None, :], 0.0)
             high = terms.to(tl.bfloat16)
             middle, low = _split(terms - high.to(tl.float32), tl.bfloat16)
@@ -165,7 +165,7 @@ def prepare_kernel(
             tl.store(vector + 2 * chunk, from_start * query_scale)
             tl.store(vector + 3 * chunk, from_start)
             square = squares + slot * 4 * chunk * chunk
-            # [j, i]: what token i takes from token j
+            # [j, i]: the weight of token j in token i
             from_queries = tl.dot(keys, tl.trans(queries)) * key_scale[:, None]
             high, low = _split(from_queries * query_scale[None, :] * decays, keys.dtype)
             tl.store(square + 2 * chunk * chunk + cell, high)
@@ -206,7 +206,7 @@ def scan_kernel(
 ):
     """The whole chunks of one request, for one v-head and ``columns`` of its state.
 
-    A snapshot's block gets the state at the last chunk boundary that is not behind it.
+    A snapshot's block gets the state at the last chunk boundary at or before it.
     """
     request = tl.program_id(0)
     head = tl.program_id(1)
@@ -223,7 +223,7 @@ def scan_kernel(
         column_mask = (column < dv)[:, None]
         mask = row_mask & column_mask  # [columns, rows]
         out_stride: tl.constexpr = num_v_heads * dv
-        # Offsets are of 32 bits and the same for every chunk: they stay in registers.
+        # Offsets have 32 bits and are the same for every chunk, so they stay in registers.
         token_row = i[:, None] * qkv_stride + row[None, :]
         value_row = i[:, None] * qkv_stride + column[None, :]
         out_row = i[None, :] * out_stride + column[:, None]
@@ -243,7 +243,7 @@ def scan_kernel(
         first = tl.load(snapshot_start + request)
         last = tl.load(snapshot_start + request + 1)
         done = num_chunks * 0  # 0, of the type of the counts
-        for s in range(first, last + 1):  # the last time round: to the end, for its own block
+        for s in range(first, last + 1):  # the last turn goes to the end, for its own block
             kept, block = next_stop(
                 s, last, before + num_chunks * chunk, own_block, snapshot_tokens, snapshot_blocks
             )
@@ -265,8 +265,8 @@ def scan_kernel(
                 high, low = _split(state, keys.dtype)
                 recalled = _dot(high, low, tl.trans(keys))
                 rows_out = _dot(high, low, tl.trans(queries))
-                # Factors are taken from shared memory where they are used: read before the products
-                # of the state, they would drive addresses out of the registers.
+                # Factors are loaded just before their use: loaded before the products of the state,
+                # they would push addresses out of the registers.
                 key_in = tl.load(vector + i)
                 update = tl.dot(tl.trans(values), inverse_low)
                 update = tl.dot(tl.trans(values), inverse_high, update)
@@ -275,7 +275,7 @@ def scan_kernel(
                 update = _dot_split(high, low, inverse_high, inverse_low, update)
                 high, low = _split(key_out[None, :] * update, keys.dtype)
                 state = _dot(high, low, keys, decay * state)
-                # Nothing waits for the output.
+                # The output comes last, because nothing waits for it.
                 high, low = _split(update, keys.dtype)
                 rows_out = query_in[None, :] * rows_out
                 rows_out = _dot_split(high, low, inner_high, inner_low, rows_out)

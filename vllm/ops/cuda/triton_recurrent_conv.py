@@ -13,7 +13,7 @@ from vllm.ops.cuda.triton_walk import next_stop, tables_of
 from vllm.ops.layout import SequenceLayout, StatePlan
 
 _TILE_TOKENS = 32
-"""Unless each request has one token; tiles of other sizes would be compiled when they are met."""
+"""Tokens of a tile, unless each request has one token; other sizes would be compiled when met."""
 _TILE_CHANNELS = 128
 
 
@@ -21,7 +21,7 @@ _TILE_CHANNELS = 128
 def _past_or_new(
     x, x_stride, states, state_stride, position, channels, mask, has_state, past: tl.constexpr
 ):
-    """Inputs [positions, channels]; before position 0 they come from the state."""
+    """Inputs [positions, channels]; those before position 0 come from the state."""
     is_new = (position >= 0)[:, None] & mask
     is_past = ((position < 0) & (position >= -past))[:, None] & mask & has_state
     rows = x + position[:, None].to(tl.int64) * x_stride
@@ -92,7 +92,7 @@ def _conv_kernel(
             result.to(out.dtype.element_ty),
             mask=mask,
         )
-        # Only a request's first tile reads its state, so it is the one that may replace it.
+        # Only a request's first tile reads its state, so only that tile may replace it.
         if tile == 0:
             row = tl.arange(0, past_rows)
             state_mask = (row < past)[:, None] & inside[None, :]

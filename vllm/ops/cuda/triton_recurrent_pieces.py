@@ -1,4 +1,4 @@
-"""How recurrent Triton kernels cut the tokens of a step into pieces of work.
+"""The pieces of work into which recurrent Triton kernels cut the tokens of a step.
 
     tokens of a request in this step:   before | chunk | chunk | chunk | after
     absolute positions:                        ^ multiples of CHUNK    ^
@@ -19,7 +19,7 @@ import triton.language as tl
 from vllm.ops.layout import SequenceLayout, StatePlan
 
 CHUNK = 64
-"""Tokens of a chunk of the gated delta rule; chunks start at its absolute multiples."""
+"""Tokens of a chunk of the gated delta rule; chunks start at absolute multiples of it."""
 
 
 class DeltaRuleCall(NamedTuple):
@@ -53,7 +53,7 @@ def split_request(begin, end, seq_len, chunk: tl.constexpr):
 
 @triton.jit
 def _num_tiles(requests, limit, query_start, seq_lens, tile_tokens: tl.constexpr, aligned):
-    """Tiles of each request; none from request ``limit`` on."""
+    """Number of tiles of each request; 0 from request ``limit`` on."""
     inside = requests < limit
     begin = tl.load(query_start + requests, mask=inside, other=0)
     end = tl.load(query_start + requests + 1, mask=inside, other=0)
@@ -69,10 +69,10 @@ def _num_tiles(requests, limit, query_start, seq_lens, tile_tokens: tl.constexpr
 def find_tile(
     tile, query_start, seq_lens, num_requests, tile_tokens: tl.constexpr, aligned: tl.constexpr
 ):
-    """(request, index in it) of a tile, when each request is cut into tiles by itself.
+    """(request, index in it) of a tile, if each request is cut into tiles by itself.
 
-    ``aligned``: tiles are the whole chunks, else pieces from the request's first token on.
-    The request is ``num_requests`` when there are fewer tiles than that.
+    ``aligned``: tiles are the whole chunks; else they are pieces from the request's first token on.
+    The request is ``num_requests`` if there are not so many tiles.
     """
     request = 0
     before = 0  # tiles of the requests before ``request``
@@ -89,7 +89,7 @@ def find_tile(
 
 @triton.jit
 def chunks_before(request, query_start, seq_lens, chunk: tl.constexpr):
-    """Whole chunks of all requests before ``request``."""
+    """Number of whole chunks of all requests before ``request``."""
     total = 0
     for base in range(0, request, 128):
         requests = base + tl.arange(0, 128)

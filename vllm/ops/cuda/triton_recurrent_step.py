@@ -1,6 +1,6 @@
 """The gated delta rule token by token, in Triton: decode, short pieces, odd snapshots.
 
-The state never leaves float32 and does not know where a piece ends, so these tokens have
+The state stays in float32 and does not depend on where a piece ends, so these tokens have
 the same bits however they are cut.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -45,7 +45,7 @@ def _walk(
     beta_scale: tl.constexpr,
     with_output: tl.constexpr,
 ):
-    """Advance ``state`` [dk, dv] over tokens [start, stop), int64; the pointers are of token 0."""
+    """Advance ``state`` [dk, dv] over tokens [start, stop), int64; pointers point to token 0."""
     for t in range(start, stop):
         q = tl.load(query + t * qkv_stride, mask=row_mask, other=0.0).to(tl.float32)
         k = tl.load(query + key_offset + t * qkv_stride, mask=row_mask, other=0.0)
@@ -100,9 +100,9 @@ def step_kernel(
 ):
     """One request, one v-head and ``columns`` of its state.
 
-    Walks the tokens before the first whole chunk. With ``after_chunks`` those after the
-    last one instead, and brings snapshots inside chunks from the boundary below them, which
-    is what their blocks hold, to their tokens.
+    Walks the tokens before the first whole chunk. With ``after_chunks`` it walks the tokens
+    after the last one instead. It then also advances snapshots inside chunks to their tokens:
+    their blocks hold the state at the chunk boundary below.
     """
     request = tl.program_id(0)
     head = tl.program_id(1)
@@ -133,7 +133,7 @@ def step_kernel(
         own = states + own_block.to(tl.int64) * block_stride
         state = tl.load(own, mask=mask & known, other=0.0)
         t = start
-        for i in range(first, last + 1):  # the last time round: to the end, for its own block
+        for i in range(first, last + 1):  # the last turn goes to the end, for its own block
             kept, block = next_stop(i, last, stop, own_block, snapshot_tokens, snapshot_blocks)
             until = tl.maximum(tl.minimum(kept, stop), t)
             state = _walk(

@@ -1,6 +1,6 @@
-"""Rotary embedding in Triton, alone and behind the norms of heads.
+"""Rotary embedding in Triton, alone and after the norms of heads.
 
-Every head of a token has a place of its own in a program: its bits do not depend on others.
+Every head of a token has its own place in a program, so its bits do not depend on other heads.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
@@ -49,7 +49,7 @@ def _heads_at_once(tile: int, most_heads: int, padded: int) -> int:
 
 @triton.jit
 def _angle(positions, cos_sin, stride, half: tl.constexpr, padded: tl.constexpr):
-    """Cosines and sines of the token that the program is for, [1, padded] each."""
+    """Cosines and sines of the program's token, [1, padded] each."""
     index = tl.arange(0, padded)
     angles = cos_sin + tl.load(positions + tl.program_id(0)) * stride + index
     cos = tl.load(angles, mask=index < half, other=0.0)[None, :]
@@ -63,7 +63,7 @@ def _load_pairs(
 ):
     """First and second elements of the pairs of rows that begin at ``starts``, in float32.
 
-    Read as they lie: the elements (p, p + half), or beside each other (2 p, 2 p + 1).
+    Pair p is the elements (p, p + half), or if interleaved (2 p, 2 p + 1).
     """
     if interleaved:
         index = tl.arange(0, 2 * padded)
@@ -92,7 +92,7 @@ def _store_rotated(
     padded: tl.constexpr,
     interleaved: tl.constexpr,
 ):
-    """Pairs, rotated, where ``_load_pairs`` finds them."""
+    """Rotate pairs, and store them where ``_load_pairs`` reads them."""
     element = starts.dtype.element_ty
     if interleaved:
         pairs = tl.join(first * cos - second * sin, second * cos + first * sin)
@@ -181,7 +181,7 @@ def norm_and_rotate(
 
 @triton.jit
 def _scaled(values, factor, weights, offset, element: tl.constexpr, round_first: tl.constexpr):
-    """A normalised part of rows times its weights, rounded as a norm by itself would be."""
+    """A normalised part of rows times its weights, rounded as by a norm alone."""
     values = values * factor[:, None]
     if round_first:
         values = values.to(element).to(tl.float32) * weights
@@ -264,7 +264,7 @@ def _norm_rotary_kernel(
     interleaved: tl.constexpr,
     round_first: tl.constexpr,
 ):
-    """Some heads of one token: those of the query come first."""
+    """Some heads of one token; heads of the query come first."""
     token, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     query_tiles: tl.constexpr = (num_query_heads + tile_heads - 1) // tile_heads
     cos, sin = _angle(positions, cos_sin, cos_sin_stride, half, padded)

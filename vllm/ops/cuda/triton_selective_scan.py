@@ -12,7 +12,7 @@ from vllm.ops.cuda.triton_walk import read, softplus, strided, tables_of, walk, 
 from vllm.ops.layout import SequenceLayout, StatePlan
 
 _CHANNELS = 64
-"""Of one program: few, so that a single long request fills the card."""
+"""Channels of one program: few, so that a single long request fills the card."""
 
 
 @triton.jit

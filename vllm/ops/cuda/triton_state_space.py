@@ -14,7 +14,7 @@ from vllm.ops.cuda.triton_walk import read, softplus, strided, tables_of, walk, 
 from vllm.ops.layout import SequenceLayout, StatePlan
 
 _COLUMNS = 32
-"""Of a head, for one program: few, so that a single long request fills the card."""
+"""Columns of a head in one program: few, so that a single long request fills the card."""
 
 
 @triton.jit

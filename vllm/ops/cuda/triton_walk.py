@@ -1,7 +1,7 @@
-"""How recurrent Triton kernels go from token to token: bits do not depend on where steps end.
+"""The walk of recurrent Triton kernels from token to token: bits do not depend on where steps end.
 
-A kernel finds its part of a state and calls :func:`walk` with a function that takes one token,
-which reads and writes rows of tensors that are one argument with their strides.
+A kernel finds its part of a state and calls :func:`walk` with a function for one token. This
+function reads and writes rows of tensors, each of which is one argument with its strides.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
@@ -17,11 +17,11 @@ from vllm.ops.layout import SequenceLayout, StatePlan
 
 
 class Strided(NamedTuple):
-    """A tensor; elements of its last dimension lie beside each other."""
+    """A tensor whose last dimension is contiguous."""
 
     cells: torch.Tensor
     strides: tuple[int, ...]
-    """Of the dimensions before it, in elements."""
+    """Strides of the other dimensions, in elements."""
 
 
 def strided(x: torch.Tensor) -> Strided:
@@ -31,14 +31,14 @@ def strided(x: torch.Tensor) -> Strided:
 
 @triton.jit
 def read(x, row, column, inside):
-    """Of ``x`` [rows, columns], in float32; zeros where nothing is ``inside``. row: int64."""
+    """Read from ``x`` [rows, columns] as float32; zeros where not ``inside``. row: int64."""
     cells = x.cells + column + row * x.strides[0]
     return tl.load(cells, mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def write(x, row, column, inside, values):
-    """The other way round, rounded."""
+    """Round ``values`` to the dtype of ``x`` and write them to the same places."""
     cells = x.cells + column + row * x.strides[0]
     tl.store(cells, values.to(x.cells.dtype.element_ty), mask=inside)
 
@@ -63,7 +63,7 @@ def tables_of(layout: SequenceLayout, states: StatePlan) -> Tables:
 @triton.jit
 def softplus(x):
     small = tl.exp(-tl.abs(x))
-    rounded = 1.0 + small  # log(1 + small), also where the sum loses digits of small
+    rounded = 1.0 + small  # log(1 + small) is exact even if this sum loses digits of small
     kept = tl.where(rounded == 1.0, 1.0, rounded - 1.0)
     log = tl.where(rounded == 1.0, small, tl.log(rounded) * (small / kept))
     return tl.maximum(x, 0.0) + log
@@ -71,8 +71,9 @@ def softplus(x):
 
 @triton.jit
 def next_stop(i, last, end, own_block, snapshot_tokens, snapshot_blocks):
-    """(token of its step before which a request's walk stops for the i-th time, block that gets
-    its state): at snapshots up to ``last``, then at the request's ``end``, for its own block."""
+    """The i-th stop of a request's walk: (token of its step before which the walk stops, block that
+    gets the state). Stops are the snapshots up to ``last``, then the request's ``end``, for its own
+    block."""
     token = tl.load(snapshot_tokens + i, mask=i < last, other=0)
     block = tl.load(snapshot_blocks + i, mask=i < last, other=0)
     return tl.where(i < last, token, end), tl.where(i < last, block, own_block).to(tl.int64)
@@ -86,11 +87,11 @@ def _stored(place, block, known):
 
 @triton.jit
 def walk(take: tl.constexpr, inputs, places, tables):
-    """Bring the state of request ``program_id(0)`` over its tokens of this step.
+    """Advance the state of request ``program_id(0)`` over its tokens of this step.
 
-    take(state, t, inputs): the state after token ``t`` (int64) of the batch, whose output it
-    writes. A state is a tuple of tensors, and places has for each: where it lies in block 0, the
-    stride of blocks, which of its elements there are, and what they are when there is no state.
+    take(state, t, inputs) returns the state after token ``t`` (int64) of the batch, and writes the
+    token's output. A state is a tuple of tensors. For each, places has its address in block 0, the
+    stride of blocks, the mask of its elements, and their values if there is no state.
     """
     request = tl.program_id(0)
     begin = tl.load(tables.query_start + request).to(tl.int64)
