@@ -34,6 +34,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     ]
     monkeypatch.setattr(vllm.plugins, "entry_points", lambda group: points)
     monkeypatch.setattr(vllm.plugins, "_loaded", False)
+    monkeypatch.setattr(vllm.plugins, "loaded_plugins", [])
     monkeypatch.delenv("VLLM_PLUGINS", raising=False)
     return made
 
