@@ -251,7 +251,7 @@ def test_what_cannot_be_is_refused(checkpoint: Checkpoint, tmp_path: Path) -> No
         "kv_connector": "WithoutFields",
         "kv_connector_module_path": MODULE,
     }
-    with pytest.raises(ValueError, match="keeps no stream_norm beside hidden states"):
+    with pytest.raises(ValueError, match="keeps no stream_norm besides hidden states"):
         EngineArgs(folder, row_fields=[FIELD], **config).create_engine_config()
     with (
         engine(Path(folder), row_fields=[FIELD]) as llm,

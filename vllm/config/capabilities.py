@@ -1,7 +1,7 @@
-"""Checks the options against the capabilities of platform and connector: here, and nowhere else.
+"""Checks of the options against the capabilities of platform and connector.
 
-Platforms and connector classes declare their capabilities as attributes. No later code checks
-them again.
+Platforms and connector classes declare their capabilities as attributes. Only this module checks
+them.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def _check_connector(config: VllmConfig) -> None:
         if not {row_field.name, *ALL_FIELDS} & capabilities.keeps:
             raise ValueError(
                 f"{config.model_config.option_of(row_field)}, but the KV connector "
-                f"{transfer.kv_connector!r} keeps no {row_field.name} beside hidden states; use "
+                f"{transfer.kv_connector!r} keeps no {row_field.name} besides hidden states; use "
                 "ExampleHiddenStatesConnector, or leave the option out"
             )
 

@@ -129,10 +129,10 @@ class ModelConfig:
     """Accept prompts as embeddings, {"prompt_embeds": tensor [tokens, hidden]}; over HTTP, in
     /v1/completions. Only for clients whom you trust with the input of the model."""
     expert_trace: bool = False
-    """Return, beside hidden states, the experts to which each mixture layer routed each token, and
+    """Besides hidden states, return the experts to which each mixture layer routed each token, and
     their weights; all layers then run."""
     row_fields: list[str] = field(default_factory=list)
-    """Keep more of each token beside its hidden states: your own fields, as "module:Class"
+    """Keep more of each token besides its hidden states: your own fields, as "module:Class"
     (docs/design.md), imported when the model is built."""
     generation_config: str = "auto"
     """Folder of generation_config.json, whose values become sampling defaults.
@@ -207,7 +207,7 @@ class ModelConfig:
 
     @cached_property
     def row_field_classes(self) -> tuple[type[RowField], ...]:
-        """The fields kept of each token beside its hidden states."""
+        """The fields kept of each token besides its hidden states."""
         built_in = [name for option, name in BUILT_IN.items() if getattr(self, option)]
         return find_fields([*built_in, *self.row_fields])
 
@@ -218,7 +218,7 @@ class ModelConfig:
         return f"{option}={getattr(self, option)}"
 
     def check_means(self) -> None:
-        """Raise ValueError if a field is kept beside hidden states: fields have no mean."""
+        """Raise ValueError if a field is kept besides hidden states: fields have no mean."""
         for row_field in self.row_field_classes:
             raise ValueError(
                 f"pooling='mean' with {self.option_of(row_field)}: there is no mean of "

@@ -1,7 +1,7 @@
 """Facts about a model's shape, read from its transformers config.
 
-Configs of different families name the same thing differently; the names are listed
-here and nowhere else.
+Configs of different families have different names for the same thing; only this module lists the
+names.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The commit that the installed code was made from."""
+"""The commit from which the installed code was built."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 
 @functools.cache
 def commit() -> str:
-    """The abbreviated commit, with "-dirty" if files were changed since; "unknown" without one.
+    """The abbreviated commit, with "-dirty" if files changed since; "unknown" if there is none.
 
-    A wheel carries it in `commit.txt`, which setup.py writes; a source tree is asked with git.
+    A wheel has it in `commit.txt`, which setup.py writes; in a source tree, git reports it.
     """
     written = _PACKAGE / "commit.txt"
     if written.is_file():
@@ -33,5 +33,5 @@ def commit() -> str:
 
 
 def version_line() -> str:
-    """One line for people: product, own version, level of the API, commit."""
+    """Product, its own version, the level of the API and the commit, on one line for people."""
     return f"{PRODUCT} {VERSION} (vLLM API {API_VERSION}, commit {commit()})"

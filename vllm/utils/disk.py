@@ -8,7 +8,7 @@ from pathlib import Path
 from vllm.utils.mem_utils import format_bytes
 
 FILE_BYTES = 8 << 10
-"""Bytes that a file takes beside its content: a header, and the rest of its last block."""
+"""Bytes that a file takes besides its content: a header, and the rest of its last block."""
 
 
 def free_bytes(folder: str | Path) -> int:

@@ -48,7 +48,7 @@ def empty_in_large_pages(
 ) -> torch.Tensor:
     """Like ``torch.empty``, for tensors that are read from memory again and again.
 
-    They lie one behind the other in adjacent pages of one kind, so a large page may hold the end of
+    They lie one after another in adjacent pages of one kind, so a large page may hold the end of
     one tensor and the beginning of the next. torch's own allocations leave a sixth of weights of a
     few MiB in small pages. These cost the CPU more address look-ups, and its prefetching ends with
     each of them.
