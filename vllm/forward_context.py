@@ -15,6 +15,8 @@ from typing import Any, Protocol
 
 import torch
 
+from vllm.utils.boundaries import LayerId
+
 HIDDEN_STATES = "hidden_states"
 """The source of the stream at boundaries."""
 
@@ -22,14 +24,14 @@ HIDDEN_STATES = "hidden_states"
 class RowSink(Protocol):
     """Takes the values that are kept of tokens from the model that computes them."""
 
-    layer_ids: frozenset[int]
-    """Boundaries asked for: id i is the stream that enters layer i."""
+    layer_ids: frozenset[LayerId]
+    """Boundaries that are requested (``vllm.utils.boundaries``)."""
 
     def wants(self, source: str) -> bool:
         """Return whether anything is kept of the values put under this name."""
         return source == HIDDEN_STATES and bool(self.layer_ids)
 
-    def put(self, source: str, index: int, *values: Any) -> None:
+    def put(self, source: str, index: LayerId, *values: Any) -> None:
         """Store values of the next tokens of the step, [tokens, ...] each; they are copied at once.
 
         "hidden_states": ``(hidden, residual)``, both [tokens, hidden], whose sum is the stream at
@@ -62,7 +64,8 @@ class ForwardContext:
     attn_metadata: Mapping[str, Any]
     row_sink: RowSink | None = None
     num_layers_to_run: int | None = None
-    """Decoder layers to run; None: all of them."""
+    """Decoder layers to run, before the final norm; one more than the model has: all of them and
+    the norm, but no LM head. None: everything."""
     no_compile_layers: Mapping[str, CachedLayer] = field(default_factory=dict)
     """Layers with a cache, by name, if there is a connector."""
     rotary_positions: torch.Tensor | None = None

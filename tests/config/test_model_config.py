@@ -198,7 +198,7 @@ def test_overrides_of_the_rotation_reach_what_is_read(
 def test_overrides_that_leave_no_config(llama: str, make_checkpoint: MakeCheckpoint) -> None:
     with pytest.raises(ValueError, match=r"hf_overrides returned None: .* has to return"):
         ModelConfig(model=llama, hf_overrides=lambda config: None)
-    with pytest.raises(ValueError, match=r"hf_overrides=.* none of a text model"):
+    with pytest.raises(ValueError, match=r"hf_overrides=.* no config of a text model"):
         ModelConfig(model=llama, hf_overrides={"text_config": {"rms_norm_eps": 1.0}})
     several = make_checkpoint(LLAMA, model_type="gemma3_text")
     with pytest.raises(ValueError, match=r"rotations of several kinds, rope_parameters="):

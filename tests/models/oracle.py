@@ -18,6 +18,8 @@ class Reference(NamedTuple):
 
     streams: list[torch.Tensor]
     logits: torch.Tensor
+    head_input: torch.Tensor
+    """[tokens, hidden]"""
 
 
 @torch.no_grad()
@@ -50,8 +52,14 @@ def reference_run(
         norm.register_forward_pre_hook(keep_input, with_kwargs=True)
     else:  # GPT-1
         layers[-1].register_forward_hook(keep_output)
+    read: list[torch.Tensor] = []
+
+    def keep_head_input(module: Any, args: tuple[Any, ...]) -> None:
+        read.append(args[0][0].clone())
+
+    model.get_output_embeddings().register_forward_pre_hook(keep_head_input)
     logits = model(input_ids=torch.tensor([list(token_ids)]), use_cache=False).logits[0]
-    return Reference(streams, logits)
+    return Reference(streams, logits, read[0])
 
 
 def _first(module: Any, *names: str) -> Any:

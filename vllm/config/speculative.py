@@ -10,6 +10,7 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator
 
 from vllm.config.model_facts import config_value
+from vllm.utils.boundaries import NORM, LayerId
 from vllm.utils.checked import config
 from vllm.utils.text import did_you_mean
 
@@ -79,10 +80,11 @@ class SpeculativeConfig:
         _check_layer_ids(self.draft_model_config)
 
     @property
-    def hidden_state_layer_ids(self) -> tuple[int, ...]:
+    def hidden_state_layer_ids(self) -> tuple[LayerId, ...]:
         """Layers to extract, in the order given, with duplicates."""
         assert self.draft_model_config is not None, "checked when the object was made"
-        return tuple(map(int, getattr(self.draft_model_config.hf_config, LAYER_IDS_KEY)))
+        ids = getattr(self.draft_model_config.hf_config, LAYER_IDS_KEY)
+        return tuple(one if one == NORM else int(one) for one in ids)
 
 
 def _check_layer_ids(draft: DraftModelConfig | None) -> None:
@@ -97,9 +99,10 @@ def _check_layer_ids(draft: DraftModelConfig | None) -> None:
     if not isinstance(ids, list | tuple | range) or not ids:
         raise ValueError(f"{LAYER_IDS_OPTION}={ids!r} is not a list of at least one layer id")
     for layer_id in ids:
-        if isinstance(layer_id, bool) or not isinstance(layer_id, Integral):
+        is_number = isinstance(layer_id, Integral) and not isinstance(layer_id, bool)
+        if not is_number and layer_id != NORM:
             raise ValueError(
-                f"{LAYER_IDS_OPTION}={ids!r} holds {layer_id!r}; use whole numbers only"
+                f"{LAYER_IDS_OPTION}={ids!r} holds {layer_id!r}; use whole numbers and {NORM!r}"
             )
 
 

@@ -135,10 +135,11 @@ class VllmConfig:
             return
         num_layers = self.model_config.get_total_num_hidden_layers()
         for layer_id in self.speculative_config.hidden_state_layer_ids:
-            if not 0 <= layer_id <= num_layers:
+            if isinstance(layer_id, int) and not 0 <= layer_id <= num_layers:
                 raise ValueError(
                     f"{LAYER_IDS_OPTION} holds {layer_id}, which this model does not have; use ids "
-                    f"from 0 (the embeddings) to {num_layers} (the output of the last layer)"
+                    f"from 0 (the embeddings) to {num_layers} (the output of the last layer), or "
+                    "'norm'"
                 )
 
 

@@ -133,7 +133,8 @@ def _settings_of_folder(dataset: HiddenStatesDataset) -> DatasetSettings:
         )
     first = MappedFile(dataset.file_paths[0])
     metadata = first.metadata
-    num_hidden_layers = int(metadata.get("num_hidden_layers", max(dataset.layer_ids)))
+    deepest = max((one for one in dataset.layer_ids if isinstance(one, int)), default=0)
+    num_hidden_layers = int(metadata.get("num_hidden_layers", deepest))
     if "num_hidden_layers" not in metadata:
         logger.warning(
             "%s: its files do not say how many layers the model has; assuming %d",

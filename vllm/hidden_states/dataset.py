@@ -22,6 +22,7 @@ from vllm.hidden_states.manifest import index_is_sound, read_manifest
 from vllm.hidden_states.mapped_file import DamagedFileError, MappedFile
 from vllm.hidden_states.metadata import DatasetSettings, FileRecord, read_unit_records
 from vllm.hidden_states.sample import HiddenStatesSample
+from vllm.utils.boundaries import LayerId
 from vllm.v1.rows.fields import StoredNames
 from vllm.v1.rows.fields.fp8 import FP8
 
@@ -73,7 +74,7 @@ class HiddenStatesDataset(Dataset[HiddenStatesSample]):
     Raises ValueError if there is no dataset, it is incomplete (says what is missing), or damaged.
     """
 
-    layer_ids: tuple[int, ...]
+    layer_ids: tuple[LayerId, ...]
     """Layer ids of the slots of a row; empty if the files do not say."""
     hidden_size: int
     manifest: dict[str, Any] | None
@@ -203,7 +204,7 @@ class HiddenStatesDataset(Dataset[HiddenStatesSample]):
             )
         return file, number - self._starts[index]
 
-    def _row_form(self) -> tuple[tuple[int, ...], int, torch.dtype | None]:
+    def _row_form(self) -> tuple[tuple[LayerId, ...], int, torch.dtype | None]:
         """Return layer ids, hidden size, and the stored dtype (None: not known without reading)."""
         if self.settings is not None:
             return self.settings.layer_ids, self.settings.hidden_size, self.settings.torch_dtype
@@ -241,7 +242,7 @@ class _SampleFile(MappedFile):
     def __init__(self, path: str) -> None:
         super().__init__(path)
         try:
-            self.layer_ids = tuple[int, ...](json.loads(self.metadata.get("layer_ids", "[]")))
+            self.layer_ids = tuple[LayerId, ...](json.loads(self.metadata.get("layer_ids", "[]")))
         except (ValueError, TypeError) as error:
             raise DamagedFileError(f"{path}: its layer_ids cannot be read ({error})") from None
         self.row_offsets: list[int] = self.offsets("row_offsets").tolist()

@@ -1,7 +1,8 @@
 """Layer ids as people write them.
 
 Id i in [0, n], with n = ``num_hidden_layers``, is the residual stream after i layers: 0 is the
-embedding output, n the last layer's output before the final norm.
+embedding output, n the last layer's output before the final norm. "norm" is the state after the
+final norm, as the LM head reads it.
 """
 
 from __future__ import annotations
@@ -11,10 +12,12 @@ from contextlib import suppress
 from numbers import Integral
 from typing import NamedTuple
 
+from vllm.utils.boundaries import NORM, LayerId
+
 CONVENTION = (
     "layer id i is the residual stream after i decoder layers: 0 is the embedding output, "
-    "num_hidden_layers the last layer's output before the final norm; slots are in the order "
-    "of layer_ids"
+    "num_hidden_layers the last layer's output before the final norm, 'norm' the state after it, "
+    "as the LM head reads it; slots are in the order of layer_ids"
 )
 Layers = str | int | Sequence[int | str]
 """The forms that :func:`resolve_layer_ids` takes."""
@@ -64,16 +67,16 @@ PRESETS = {
     ),
 }
 """Presets by name; ``eagle3`` without a project is ``speculators-eagle3``."""
-_NAMES = ("embed", "last", "eagle3", *PRESETS)
+_NAMES = ("embed", "last", NORM, "eagle3", *PRESETS)
 
 
-def resolve_layer_ids(spec: Layers, num_hidden_layers: int) -> tuple[int, ...]:
+def resolve_layer_ids(spec: Layers, num_hidden_layers: int) -> tuple[LayerId, ...]:
     """Return the ids in the order requested, with duplicates.
 
     ``spec`` is one item, a list of items, or text with commas between them. Items: ids; negative
     ids from the end (-1 is the last); ranges as in Python (``0:24:4``, the end excluded, ``:`` for
-    all); ``embed``; ``last``; names of ``PRESETS``, the layers that a draft model is trained from,
-    followed by the last one. Raises ValueError that names what is wrong.
+    all); ``embed``; ``last``; ``norm``; names of ``PRESETS``, the layers that a draft model is
+    trained from, followed by the last one. Raises ValueError that names what is wrong.
     """
     layer_ids = [
         layer_id
@@ -85,9 +88,9 @@ def resolve_layer_ids(spec: Layers, num_hidden_layers: int) -> tuple[int, ...]:
     return tuple(layer_ids)
 
 
-def preset_layer_ids(num_hidden_layers: int) -> dict[str, tuple[int, ...] | None]:
+def preset_layer_ids(num_hidden_layers: int) -> dict[str, tuple[LayerId, ...] | None]:
     """Return the ids of each preset; None if the model has too few layers for it."""
-    presets: dict[str, tuple[int, ...] | None] = dict.fromkeys(PRESETS)
+    presets: dict[str, tuple[LayerId, ...] | None] = dict.fromkeys(PRESETS)
     for name in presets:
         with suppress(ValueError):
             presets[name] = resolve_layer_ids(name, num_hidden_layers)
@@ -105,10 +108,12 @@ def layer_items(spec: Layers) -> tuple[int | str, ...]:
     return items
 
 
-def _resolve_item(item: int | str, last: int) -> Sequence[int]:
+def _resolve_item(item: int | str, last: int) -> Sequence[LayerId]:
     text = str(item).strip()
     if text == "eagle3" or text in PRESETS:
         return _draft_layer_ids(text, last)
+    if text == NORM:
+        return (NORM,)
     if text in ("embed", "last"):
         return (0 if text == "embed" else last,)
     try:
@@ -144,7 +149,7 @@ def _draft_layer_ids(name: str, last: int) -> Sequence[int]:
 
 
 def check_speculators(
-    layer_ids: Sequence[int], num_hidden_layers: int, positions: str, dtype: str
+    layer_ids: Sequence[LayerId], num_hidden_layers: int, positions: str, dtype: str
 ) -> str | None:
     """Return the advice that the user of speculators' training command needs, if any.
 

@@ -21,6 +21,7 @@ import torch
 from vllm.hidden_states.layer_ids import CONVENTION
 from vllm.hidden_states.sample import Pooling
 from vllm.hidden_states.tensor_file import checksum, dtype_name
+from vllm.utils.boundaries import LayerId
 from vllm.utils.whole_files import remove_temporary, write_whole
 from vllm.v1.rows.fields import BUILT_IN, StoredNames, find_field
 from vllm.v1.rows.fields.hidden import STORAGE_DTYPES
@@ -87,7 +88,7 @@ class DatasetSettings:
     """Everything that the bytes of a dataset depend on; stored as ``settings.json``."""
 
     model: str
-    layer_ids: tuple[int, ...]
+    layer_ids: tuple[LayerId, ...]
     num_hidden_layers: int
     hidden_size: int
     dtype: str

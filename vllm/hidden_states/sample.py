@@ -12,6 +12,7 @@ import torch
 from vllm.exceptions import Failure, FailureError
 from vllm.hidden_states.layer_ids import Layers
 from vllm.hidden_states.tensor_file import dtype_name
+from vllm.utils.boundaries import LayerId
 from vllm.v1.rows.fields.checks import find_bad_row
 from vllm.v1.rows.fields.fp8 import FP8, dequantize_rows, quantization_errors, quantize_rows
 from vllm.v1.rows.fields.hidden import HiddenStates
@@ -53,7 +54,7 @@ class HiddenStatesSample:
     """int64 [rows]: ascending, or in the order of the list that was requested"""
     tensors: Mapping[str, torch.Tensor]
     """The tensors kept of these tokens, [rows, ...] each, by the names that files use."""
-    layer_ids: tuple[int, ...]
+    layer_ids: tuple[LayerId, ...]
     record: int | None = None
     """Number of the record in the input, if it is known."""
     constants: Mapping[str, Sequence[int]] = field(default_factory=dict)

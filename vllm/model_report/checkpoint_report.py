@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from vllm.hidden_states.layer_ids import preset_layer_ids
 from vllm.model_executor.layers.fused_moe import RoutedLayer
 from vllm.model_report.outline import Outline, outline_model
+from vllm.utils.boundaries import LayerId
 from vllm.utils.mem_utils import format_bytes
 from vllm.v1.core.kv_cache_utils import PoolLayout, blocks_per_request, plan_layout
 
@@ -68,7 +69,7 @@ class CheckpointReport:
     """Pool bytes for a request of ``max_model_len`` tokens."""
     machine_bytes: int
     """Memory of the device that this process could ever use."""
-    layer_presets: dict[str, tuple[int, ...] | None]
+    layer_presets: dict[str, tuple[LayerId, ...] | None]
     """Names of layers -> ids; None: the model has too few layers."""
 
     def to_json(self) -> str:

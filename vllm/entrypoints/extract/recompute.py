@@ -14,6 +14,7 @@ from vllm.config import ModelConfig
 from vllm.entrypoints.extract.summary import print_table
 from vllm.hidden_states.dataset import HiddenStatesDataset
 from vllm.hidden_states.metadata import DatasetSettings
+from vllm.utils.boundaries import NORM, LayerId
 
 _FLOAT32_LIMIT = 1e-4
 """Limit of the error of a row that was computed in float32."""
@@ -67,18 +68,21 @@ class _Streams:
     """The residual stream of a transformers model at the boundaries of its layers."""
 
     def __init__(
-        self, model_config: ModelConfig, layer_ids: Sequence[int], dtype: torch.dtype
+        self, model_config: ModelConfig, layer_ids: Sequence[LayerId], dtype: torch.dtype
     ) -> None:
         self._layer_ids = layer_ids
-        self._kept: dict[int, torch.Tensor] = {}
-        self._model = _load(model_config, dtype).base_model
-        layers = _decoder_layers(self._model, model_config.get_total_num_hidden_layers())
-        for layer_id in set(layer_ids).difference([len(layers)]):
+        self._kept: dict[LayerId, torch.Tensor] = {}
+        causal_lm = _load(model_config, dtype)
+        self._model = causal_lm if NORM in layer_ids else causal_lm.base_model
+        num_layers = model_config.get_total_num_hidden_layers()
+        layers = _decoder_layers(causal_lm.base_model, num_layers)
+        for layer_id in {*layer_ids} - {len(layers)}:
             keep = partial(self._keep_input, layer_id)
-            layers[layer_id].register_forward_pre_hook(keep, with_kwargs=True)
+            read_by = causal_lm.get_output_embeddings() if layer_id == NORM else layers[layer_id]
+            read_by.register_forward_pre_hook(keep, with_kwargs=True)
         layers[-1].register_forward_hook(partial(self._keep_output, len(layers)))
 
-    def _keep_input(self, layer_id: int, module: object, args: Any, keywords: Any) -> None:
+    def _keep_input(self, layer_id: LayerId, module: object, args: Any, keywords: Any) -> None:
         self._kept[layer_id] = (args[0] if args else keywords["hidden_states"])[0].clone()
 
     def _keep_output(self, layer_id: int, module: object, args: Any, output: Any) -> None:

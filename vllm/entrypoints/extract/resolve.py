@@ -22,6 +22,7 @@ from vllm.logger import init_logger
 from vllm.ops.sources import kernels_of
 from vllm.transformers_utils.chat_template import load_chat_template
 from vllm.transformers_utils.tokenizer import load_tokenizer
+from vllm.utils.boundaries import LayerId
 from vllm.utils.checked import refuse_unless
 from vllm.v1.rows.fields import BUILT_IN, StoredNames
 
@@ -64,7 +65,7 @@ class Resolved:
         return dataclasses.replace(args, data_parallel_size=1).create_engine_config()
 
     @cached_property
-    def layer_ids(self) -> tuple[int, ...]:
+    def layer_ids(self) -> tuple[LayerId, ...]:
         assert self.options.layers is not None, "checked by ExtractOptions"
         num_layers = self.vllm_config.model_config.get_total_num_hidden_layers()
         layer_ids = resolve_layer_ids(self.options.layers, num_layers)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 import torch
 
 from vllm.forward_context import HIDDEN_STATES, get_forward_context
+from vllm.utils.boundaries import LayerId
 
 Stream = tuple[torch.Tensor, torch.Tensor | None]
 """``(hidden, residual)``: the residual stream is their sum; residual None: it is ``hidden``."""
@@ -29,7 +30,7 @@ def run_decoder_layers(
     """
     context = get_forward_context()
     sink = context.row_sink
-    requested = sink.layer_ids if sink is not None else frozenset[int]()
+    requested = sink.layer_ids if sink is not None else frozenset[LayerId]()
     layer_id = 0
     for layer in layers:
         if sink is not None and layer_id in requested:

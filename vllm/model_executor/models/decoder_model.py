@@ -123,7 +123,8 @@ class DecoderModel(Layer):
             hidden_states += self.learned_positions(positions)
         layers = self.layer_calls(input_ids, hidden_states)
         hidden_states, residual = run_decoder_layers(layers, positions, hidden_states)
-        if get_forward_context().num_layers_to_run is not None:
+        depth = get_forward_context().num_layers_to_run
+        if depth is not None and depth <= len(self.layers):
             return hidden_states
         normed: torch.Tensor
         if residual is None:
@@ -339,6 +340,16 @@ class DecoderForCausalLM(Layer):
             input_ids, positions, intermediate_tensors, inputs_embeds
         )
         return hidden_states
+
+    def head_input(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """[rows, hidden] after the final norm -> the input of the LM head in transformers."""
+        return hidden_states
+
+    def why_no_norm(self) -> str | None:
+        """Return why there is no final norm; None: there is one, or a third-party module."""
+        if isinstance(self.model, DecoderModel) and isinstance(self.model.norm, nn.Identity):
+            return "its layers norm the stream themselves, so 'last' is what the head reads"
+        return None
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """[rows, hidden] -> [rows, vocabulary]."""

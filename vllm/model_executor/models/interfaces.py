@@ -64,6 +64,19 @@ class SupportsRowCapture(Protocol):
 
 
 @runtime_checkable
+class KnowsHeadInput(Protocol):
+    """Can say what its LM head reads, and whether that is the stream after a norm."""
+
+    def head_input(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Output of the model [rows, hidden] -> input of the head [rows, hidden]."""
+        ...
+
+    def why_no_norm(self) -> str | None:
+        """Return why there is no final norm; None: there is one."""
+        ...
+
+
+@runtime_checkable
 class SupportsPromptEmbeds(Protocol):
     """Needs no token ids if it gets ``inputs_embeds``, which enter the first layer."""
 

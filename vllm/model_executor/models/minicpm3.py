@@ -41,5 +41,11 @@ class MiniCPM3ForCausalLM(DecoderForCausalLM):
     def embedding_scale(self, config: Any, dtype: torch.dtype) -> float:
         return torch.tensor(float(config.scale_emb), dtype=dtype).item()
 
+    def head_input(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        scaled: torch.Tensor = hidden_states / (
+            self.config.hidden_size / self.config.dim_model_base
+        )
+        return scaled
+
     def make_logits_processor(self, config: Any) -> LogitsProcessor:
         return LogitsProcessor(config.vocab_size, scale=config.dim_model_base / config.hidden_size)

@@ -35,6 +35,7 @@ from vllm.model_executor.transformers_modules.row_by_row import RowByRow
 from vllm.model_executor.transformers_modules.sequences import Sequences
 from vllm.model_executor.transformers_modules.survey import attending_by, register_functions
 from vllm.model_executor.transformers_modules.without_cache import WithoutCache
+from vllm.utils.boundaries import LayerId
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -192,6 +193,40 @@ class TransformersForCausalLM(nn.Module):
             logits: torch.Tensor = self.causal_lm(input_ids=ids, use_cache=False).logits[0]
         return logits
 
+    def head_input(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """[rows, hidden] of the decoder -> [rows, hidden] as the LM head reads them."""
+        head = self.causal_lm.get_output_embeddings()
+        if head is None:
+            return hidden_states
+        read: list[torch.Tensor] = []
+
+        def stop(module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+            read.append(args[0] if args else next(iter(named.values())))
+            raise _HeadReachedError
+
+        handle = head.register_forward_pre_hook(stop, with_kwargs=True)
+        try:
+            self.compute_logits(hidden_states)
+        except _HeadReachedError:
+            return read[0].reshape(hidden_states.shape)
+        finally:
+            handle.remove()
+        return hidden_states
+
+    @torch.inference_mode()
+    def why_no_norm(self) -> str | None:
+        """Return why there is no final norm: the decoder returns the stream as it is; else None."""
+        last = _LastStream(self.boundaries.num_layers)
+        returned: list[torch.Tensor] = []
+        handle = self.decoder.register_forward_hook(lambda *call: returned.append(call[2][0][0]))
+        try:
+            self.reference([0, 1, 2], last)
+        finally:
+            handle.remove()
+        if not torch.equal(returned[0], last.stream):
+            return None
+        return "no norm follows its last layer, so 'last' is what comes before the head"
+
     @contextmanager
     def _decoder_returns(self, hidden_states: torch.Tensor) -> Iterator[None]:
         """The LM head's module runs as if the decoder had computed these."""
@@ -217,6 +252,21 @@ class TransformersForCausalLM(nn.Module):
             ids = torch.tensor([token_ids], device=device)
             logits: torch.Tensor = self.causal_lm(input_ids=ids, use_cache=False).logits[0]
         return logits
+
+
+class _HeadReachedError(Exception):
+    """Ends a pass at the LM head."""
+
+
+class _LastStream(RowSink):
+    """Keeps the stream after the last layer."""
+
+    def __init__(self, num_layers: int) -> None:
+        self.layer_ids = frozenset({num_layers})
+        self.stream = torch.empty(0)
+
+    def put(self, source: str, index: LayerId, *values: Any) -> None:
+        self.stream = values[0].clone()
 
 
 class _Computed(nn.Module):

@@ -17,6 +17,7 @@ from vllm.model_executor.transformers_modules.boundaries import Boundaries, Laye
 from vllm.model_executor.transformers_modules.cached import Part
 from vllm.model_executor.transformers_modules.positions import are_long, rotated_as_long
 from vllm.model_executor.transformers_modules.survey import set_attention
+from vllm.utils.boundaries import LayerId
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -99,10 +100,10 @@ class _JoinedRows(RowSink):
 
     def __init__(self, sink: RowSink | None) -> None:
         self._sink = sink
-        self.layer_ids = frozenset[int]() if sink is None else sink.layer_ids
-        self._rows: dict[int, list[torch.Tensor]] = defaultdict(list)
+        self.layer_ids = frozenset[LayerId]() if sink is None else sink.layer_ids
+        self._rows: dict[LayerId, list[torch.Tensor]] = defaultdict(list)
 
-    def put(self, source: str, index: int, *values: Any) -> None:
+    def put(self, source: str, index: LayerId, *values: Any) -> None:
         hidden, residual = values
         assert source == HIDDEN_STATES and residual is None
         self._rows[index].append(hidden.clone())

@@ -22,6 +22,7 @@ from vllm.model_executor.transformers_modules.boundaries import (
 )
 from vllm.model_executor.transformers_modules.cached import CachedRows, Part
 from vllm.model_executor.transformers_modules.sequences import EachByItself
+from vllm.utils.boundaries import LayerId
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -103,7 +104,7 @@ class _LaterRows(RowSink):
         self._sink, self._first = sink, first
         self.layer_ids = sink.layer_ids
 
-    def put(self, source: str, index: int, *values: Any) -> None:
+    def put(self, source: str, index: LayerId, *values: Any) -> None:
         hidden, residual = values
         assert source == HIDDEN_STATES and residual is None
         self._sink.put(source, index, hidden[self._first :], None)

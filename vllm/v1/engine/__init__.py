@@ -13,6 +13,7 @@ import msgspec
 
 from vllm.exceptions import Failure
 from vllm.sampling_params import SamplingParams
+from vllm.utils.boundaries import LayerId
 from vllm.v1.outputs import ExtractedRows, LogprobsLists
 
 
@@ -31,7 +32,7 @@ class FinishReason(enum.IntEnum):
 class ExtractionSpec(msgspec.Struct, frozen=True):
     """Hidden states that a request hands to its caller instead of to a connector."""
 
-    layer_ids: tuple[int, ...]
+    layer_ids: tuple[LayerId, ...]
     """Layers in the order of the columns; duplicates are kept."""
     positions: list[int] | None = None
     """Prompt tokens whose rows are wanted, ascending; None: all of them."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import NamedTuple
 
@@ -21,6 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.exceptions import Failure, FailureError, FailureKind, kind_of
 from vllm.logger import init_logger
 from vllm.plugins import load_general_plugins
+from vllm.utils.boundaries import NORM, LayerId, num_layers_to_run
 from vllm.v1.cache_kinds.base import KVCacheConfig
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import (
@@ -73,7 +74,20 @@ class EngineCore:
             undo.pop_all()
         speculative = vllm_config.speculative_config
         self._in_flight: deque[_StartedStep] = deque()
-        self._deepest_layer = max(speculative.hidden_state_layer_ids) if speculative else None
+        self._deepest_layer: int | None = None
+        if speculative is not None:
+            self._deepest_layer = self._depth_of(speculative.hidden_state_layer_ids)
+
+    def _depth_of(self, layer_ids: Sequence[LayerId]) -> int:
+        """Return how far rows of these layers run. ValueError: the model has no final norm."""
+        if NORM in layer_ids and (reason := self.executor.no_norm_reason()) is not None:
+            architectures = self.vllm_config.model_config.architectures
+            raise ValueError(
+                f"layers={list(layer_ids)}: {', '.join(architectures)} has no state after a final "
+                f"norm: {reason}; leave {NORM!r} out"
+            )
+        num_layers = self.vllm_config.model_config.get_total_num_hidden_layers()
+        return num_layers_to_run(layer_ids, num_layers)
 
     def _initialize_kv_caches(self) -> KVCacheConfig:
         config = self.vllm_config
@@ -188,7 +202,7 @@ class EngineCore:
                     "extract() hands rows to its caller, but this engine gives them to a KV "
                     "connector (speculative_config): make an engine without it, or use generate()"
                 )
-            request.num_layers_to_run = max(message.extraction.layer_ids)
+            request.num_layers_to_run = self._depth_of(message.extraction.layer_ids)
         elif not needs_logits:
             request.num_layers_to_run = self._deepest_layer
         if request.num_layers_to_run is not None:

@@ -33,6 +33,7 @@ from vllm.inputs import Conversation, PromptType, is_conversation, is_token_sequ
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.transformers_utils.chat_template import render_chat
+from vllm.utils.boundaries import LayerId
 from vllm.v1.engine import ExtractionSpec
 from vllm.v1.engine.input_processor import InputProcessor, ProcessedInput
 from vllm.v1.outputs import ExtractedRows
@@ -238,7 +239,7 @@ class ExtractionFeed:
         rendered["cache_salt"] = record.get("cache_salt")
         return rendered
 
-    def _layer_ids(self, layers: Layers) -> tuple[int, ...]:
+    def _layer_ids(self, layers: Layers) -> tuple[LayerId, ...]:
         return _resolve_layers(layer_items(layers), self._num_layers)
 
     def take(self, output: RequestOutput) -> None:

@@ -33,6 +33,10 @@ class UniProcExecutor:
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         self.worker.initialize_from_config(kv_cache_config)
 
+    def no_norm_reason(self) -> str | None:
+        """Return why rows cannot have the state after the final norm; None: they can."""
+        return self.worker.model_runner.no_norm_reason
+
     def get_kv_connector_handshake_metadata(self) -> Any:
         """Return the data by which others reach the connector's worker side; None: none."""
         connector = self.worker.model_runner.connector

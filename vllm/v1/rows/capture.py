@@ -11,6 +11,7 @@ import torch
 from vllm.forward_context import HIDDEN_STATES
 from vllm.ops.operation import KERNEL_DTYPES
 from vllm.ops.rows import capture_rows
+from vllm.utils.boundaries import NORM, LayerId, in_order
 from vllm.v1.rows.fields.hidden import HiddenStates
 from vllm.v1.rows.fields.layout import Field, RowLayout
 
@@ -51,14 +52,14 @@ class RowCapture:
             for field, cells in zip((hidden, *layout.others), memory, strict=True):
                 self._takers[field.source].append(_Taker(field, cells, slots))
         takers = [taker for takers in self._takers.values() for taker in takers]
-        self.layer_ids = frozenset[int]().union(*(taker.field.boundaries for taker in takers))
-        self._num_put: Counter[tuple[str, int]] = Counter()
+        self.layer_ids = frozenset[LayerId]().union(*(taker.field.boundaries for taker in takers))
+        self._num_put: Counter[tuple[str, LayerId]] = Counter()
         """Tokens whose values were put, by source and index."""
 
     def wants(self, source: str) -> bool:
         return source in self._takers
 
-    def put(self, source: str, index: int, *values: Any) -> None:
+    def put(self, source: str, index: LayerId, *values: Any) -> None:
         start = self._num_put[source, index]
         end = self._num_put[source, index] = start + len(values[0])
         for field, cells, slots in self._takers[source]:
@@ -77,7 +78,7 @@ class RowCapture:
 
         They may have any dtype that the model computes in; rows have the engine's.
         """
-        ascending = sorted(self.layer_ids)
+        ascending = in_order(self.layer_ids - {NORM})
         if len(aux_hidden_states) != len(ascending):
             raise RuntimeError(
                 f"the model returned {len(aux_hidden_states)} auxiliary hidden states for the "

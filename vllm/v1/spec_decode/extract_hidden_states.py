@@ -10,6 +10,7 @@ from torch import nn
 
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.model_executor.models.extract_hidden_states import CacheOnlyAttentionLayer, basic_cache
+from vllm.utils.boundaries import LayerId
 from vllm.v1.core.prefix_hash import HASH_TOKENS
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.rows.capture import CaptureTarget, RowCapture
@@ -68,7 +69,7 @@ class ExtractHiddenStatesProposer:
             )
         speculative = vllm_config.speculative_config
         assert speculative is not None
-        self.layer_ids: tuple[int, ...] = speculative.hidden_state_layer_ids
+        self.layer_ids: tuple[LayerId, ...] = speculative.hidden_state_layer_ids
         self.cache_layer = make_cache_layer(vllm_config, fields)
         self.num_hidden_states = len(self.layer_ids)
         self.hidden_size = vllm_config.model_config.get_row_size()

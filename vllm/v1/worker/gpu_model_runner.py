@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,7 +15,12 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.config.capabilities import needs_eager_steps
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
-from vllm.forward_context import CachedLayer, ForwardContext, set_forward_context
+from vllm.forward_context import (
+    HIDDEN_STATES,
+    CachedLayer,
+    ForwardContext,
+    set_forward_context,
+)
 from vllm.inputs.prompt_embeds import unpack_prompt_embeds
 from vllm.logger import init_logger
 from vllm.model_executor.captures import make_fields
@@ -24,6 +30,7 @@ from vllm.model_executor.layers.layer import ReorderedLayer, settle_attributes
 from vllm.model_executor.layers.vocab_parallel_embedding import pack_heads
 from vllm.model_executor.model_loader.loader import get_model
 from vllm.model_executor.models.interfaces import (
+    KnowsHeadInput,
     check_takes_embeds,
     supports_eagle3,
     supports_row_capture,
@@ -33,6 +40,7 @@ from vllm.ops.experts import expert_linear
 from vllm.ops.operation import KERNEL_DTYPES, contracts_held, source_of
 from vllm.ops.row_transport import make_row_transport
 from vllm.ops.rows import copy_blocks
+from vllm.utils.boundaries import NORM, LayerId, in_order
 from vllm.utils.host_memory import allocate_host_bytes
 from vllm.utils.interrupts import allow_interrupts
 from vllm.utils.mem_utils import return_freed_memory
@@ -96,7 +104,7 @@ class GPUModelRunner:
         self.recorded_steps: RecordedSteps | None = None
         self._collects_aux = False
         self._metadata_may_be_kept = False
-        self._aux_layer_ids: frozenset[int] = frozenset()
+        self._aux_layer_ids: frozenset[LayerId] = frozenset()
         model_config = vllm_config.model_config
         self.extractor = RowExtractor(
             self.row_transport, model_config.get_row_size(), model_config.dtype, device
@@ -454,9 +462,11 @@ class GPUModelRunner:
         """Run the model. Returns hidden states [tokens, hidden], normed unless the step stops
         below the norm."""
         sink = context.row_sink
-        layer_ids = frozenset() if sink is None or not self._collects_aux else sink.layer_ids
+        layer_ids: frozenset[LayerId] = frozenset()
+        if sink is not None and self._collects_aux:
+            layer_ids = sink.layer_ids - {NORM}
         if layer_ids != self._aux_layer_ids:
-            self.model.set_aux_hidden_state_layers(tuple(sorted(layer_ids)))
+            self.model.set_aux_hidden_state_layers(tuple(in_order(layer_ids)))
             self._aux_layer_ids = layer_ids
         with set_forward_context(context):
             # Third-party models may take no more than two arguments.
@@ -467,15 +477,32 @@ class GPUModelRunner:
             if not isinstance(hidden, tuple):
                 raise RuntimeError(
                     f"{type(self.model).__name__} returned no auxiliary hidden states for the "
-                    f"layer ids {sorted(self._aux_layer_ids)}, which it was asked to return"
+                    f"layer ids {in_order(self._aux_layer_ids)}, which it was asked to return"
                 )
             hidden, aux = hidden
             sink.take_aux_hidden_states(aux)
         if sink is not None:
+            if NORM in sink.layer_ids:
+                sink.put(HIDDEN_STATES, NORM, self._head_input(hidden), None)
             sink.end_step()
         # A third-party module may compute in another dtype.
         result: torch.Tensor = hidden.to(self.vllm_config.model_config.dtype)
         return result
+
+    def _head_input(self, hidden: torch.Tensor) -> torch.Tensor:
+        model = self.model
+        return model.head_input(hidden) if isinstance(model, KnowsHeadInput) else hidden
+
+    @cached_property
+    def no_norm_reason(self) -> str | None:
+        """The reason why rows cannot have the state after the final norm; None: they can."""
+        sizes = self.vllm_config.model_config
+        if sizes.get_row_size() != sizes.get_hidden_size():
+            return (
+                f"a row of the stream has {sizes.get_row_size()} elements, its norm "
+                f"{sizes.get_hidden_size()}"
+            )
+        return self.model.why_no_norm() if isinstance(self.model, KnowsHeadInput) else None
 
     def shutdown(self) -> None:
         """End the connector's threads and release the pool and the model."""

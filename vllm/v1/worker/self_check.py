@@ -16,6 +16,7 @@ import torch
 from vllm.forward_context import ForwardContext, RowSink, set_forward_context
 from vllm.logger import init_logger
 from vllm.sampling_params import SamplingParams
+from vllm.utils.boundaries import LayerId
 from vllm.v1.cache_kinds.base import KVCacheConfig
 from vllm.v1.core.kv_cache_utils import PoolLayout, plan_layout
 from vllm.v1.worker.input_batch import EagerInputs, RequestState, layer_metadata, make_batch
@@ -45,9 +46,9 @@ class _KeptRows(RowSink):
 
     def __init__(self, num_layers: int) -> None:
         self.layer_ids = frozenset(range(num_layers + 1))
-        self.rows: list[list[torch.Tensor]] = [[] for _ in range(num_layers + 1)]
+        self.rows: dict[LayerId, list[torch.Tensor]] = {i: [] for i in range(num_layers + 1)}
 
-    def put(self, source: str, index: int, *values: Any) -> None:
+    def put(self, source: str, index: LayerId, *values: Any) -> None:
         hidden, residual = values
         stream = hidden if residual is None else hidden + residual
         self.rows[index].append(stream.float().clone())
@@ -83,7 +84,7 @@ def _difference(runner: GPUModelRunner) -> str | None:
             logits = runner.model.reference(prompt, sink)
         except Exception as failure:
             return f"transformers' own pass over a few tokens fails with {failure!r}"
-        expected.append([*(torch.cat(rows) for rows in sink.rows), logits.float()])
+        expected.append([*(torch.cat(rows) for rows in sink.rows.values()), logits.float()])
     try:
         actual = _computed(runner, prompts, num_layers)
     except Exception as failure:  # any error is a reason to compute in another way
@@ -192,7 +193,7 @@ def _step(
     with set_forward_context(context):
         hidden = runner.model(token_ids, positions)
     columns = [
-        *(torch.cat(rows) for rows in sink.rows),
+        *(torch.cat(rows) for rows in sink.rows.values()),
         runner.model.compute_logits(hidden).float(),
     ]
     sizes = [lengths[r] for r in running]

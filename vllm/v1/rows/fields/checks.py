@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from vllm.exceptions import Failure, FailureKind
+from vllm.utils.boundaries import LayerId
 
 
 def largest_magnitudes(rows: torch.Tensor) -> torch.Tensor:
@@ -18,14 +19,14 @@ def largest_magnitudes(rows: torch.Tensor) -> torch.Tensor:
 
 
 def find_bad_row(
-    rows: torch.Tensor, layer_ids: Sequence[int], positions: Sequence[int]
+    rows: torch.Tensor, layer_ids: Sequence[LayerId], positions: Sequence[int]
 ) -> Failure | None:
     """Find a row that cannot be right: not finite, or all zero (layer 0 may be: padding).
 
     rows: [rows, layers, hidden], of the tokens at ``positions``.
     """
     finite = torch.isfinite(rows).all(-1)  # [rows, layers]
-    never_zero = torch.tensor([layer_id > 0 for layer_id in layer_ids])
+    never_zero = torch.tensor([layer_id != 0 for layer_id in layer_ids])
     zero = (rows == 0).all(-1) & never_zero
     bad = (~finite | zero).nonzero()
     if not len(bad):

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Self
 import torch
 
 from vllm.exceptions import Failure, FailureKind
+from vllm.utils.boundaries import LayerId
 from vllm.v1.rows.fields.layout import Cells, Field, FieldFacts, TensorForm
 
 _MOST_EXPERTS = 2**15 - 2
@@ -92,5 +93,5 @@ class Experts(Field):
     def constants(self) -> Mapping[str, Sequence[int]]:
         return {"expert_layers": self.layer_ids}
 
-    def not_put(self, indexes: Sequence[int], num_told: int, num_tokens: int) -> str:
+    def not_put(self, indexes: Sequence[LayerId], num_told: int, num_tokens: int) -> str:
         return f"layers with experts reported their choices for {num_told} of {num_tokens} tokens"

@@ -11,6 +11,7 @@ import torch
 
 from vllm.exceptions import Failure
 from vllm.forward_context import HIDDEN_STATES
+from vllm.utils.boundaries import LayerId
 from vllm.v1.rows.fields.checks import find_bad_row
 from vllm.v1.rows.fields.fp8 import FP8, dequantize_rows, quantization_errors, quantize_rows
 from vllm.v1.rows.fields.layout import Cells, Field, FieldFacts, TensorForm
@@ -31,7 +32,7 @@ class HiddenStates(Field):
     name: ClassVar[str] = HIDDEN_STATES
     tensor_names: ClassVar[tuple[str, ...]] = (HIDDEN_STATES, "scales", "fp8_errors")
 
-    layer_ids: tuple[int, ...]
+    layer_ids: tuple[LayerId, ...]
     hidden_size: int
     dtype: torch.dtype
     """Dtype in which the stream is captured."""
@@ -41,7 +42,7 @@ class HiddenStates(Field):
     @classmethod
     def make(cls, facts: FieldFacts) -> Self:
         """Make the field with every boundary of the model."""
-        layer_ids = tuple(range(facts.num_hidden_layers + 1))
+        layer_ids: tuple[LayerId, ...] = tuple(range(facts.num_hidden_layers + 1))
         return cls(layer_ids, facts.row_size, facts.dtype, facts.dtype)
 
     @cached_property
@@ -49,17 +50,17 @@ class HiddenStates(Field):
         return Cells(self.dtype, len(self.layer_ids), self.hidden_size)
 
     @cached_property
-    def boundaries(self) -> frozenset[int]:
+    def boundaries(self) -> frozenset[LayerId]:
         return frozenset(self.layer_ids)
 
     @cached_property
-    def _columns(self) -> Mapping[int, list[int]]:
-        columns: dict[int, list[int]] = {}
+    def _columns(self) -> Mapping[LayerId, list[int]]:
+        columns: dict[LayerId, list[int]] = {}
         for column, layer_id in enumerate(self.layer_ids):
             columns.setdefault(layer_id, []).append(column)
         return columns
 
-    def columns_of(self, index: int) -> Sequence[int]:
+    def columns_of(self, index: LayerId) -> Sequence[int]:
         return self._columns.get(index, ())
 
     def encode(self, *values: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -100,7 +101,7 @@ class HiddenStates(Field):
             return Failure(problem.kind, f"{problem} (as float16, which ends at 65,504)")
         return problem
 
-    def not_put(self, indexes: Sequence[int], num_told: int, num_tokens: int) -> str:
+    def not_put(self, indexes: Sequence[LayerId], num_told: int, num_tokens: int) -> str:
         return (
             f"the model did not hand over the hidden states of layers {list(indexes)}: it "
             "has to run its layers through run_decoder_layers or implement SupportsEagle3"

@@ -20,6 +20,7 @@ import torch
 
 from vllm.exceptions import Failure
 from vllm.forward_context import HIDDEN_STATES
+from vllm.utils.boundaries import LayerId, in_order
 from vllm.utils.math_utils import round_up
 
 ALL_FIELDS = frozenset({"*"})
@@ -90,21 +91,22 @@ class Field(ABC):
         """The form of the field in a row."""
 
     @property
-    def boundaries(self) -> frozenset[int]:
+    def boundaries(self) -> frozenset[LayerId]:
         """Boundaries at which the model has to hand over its stream."""
         return frozenset()
 
     @property
-    def indexes(self) -> Sequence[int]:
+    def indexes(self) -> Sequence[LayerId]:
         """Indexes to put for every token: layer ids for hidden states, otherwise numbers."""
-        return (
-            sorted(self.boundaries) if self.source == HIDDEN_STATES else range(self.cells.columns)
-        )
+        if self.source == HIDDEN_STATES:
+            return in_order(self.boundaries)
+        return range(self.cells.columns)
 
-    def columns_of(self, index: int) -> Sequence[int]:
+    def columns_of(self, index: LayerId) -> Sequence[int]:
         """Return the columns that take what is put under ``index``; empty: none does."""
         if self.source == HIDDEN_STATES:
             return (self.indexes.index(index),) if index in self.boundaries else ()
+        assert isinstance(index, int)
         return (index,)
 
     @abstractmethod
@@ -135,7 +137,7 @@ class Field(ABC):
         """Tensors that are the same for all tokens, by ``constant_names``."""
         return {}
 
-    def not_put(self, indexes: Sequence[int], num_told: int, num_tokens: int) -> str:
+    def not_put(self, indexes: Sequence[LayerId], num_told: int, num_tokens: int) -> str:
         """Return the error text if these indexes were not put for all tokens."""
         return (
             f"field {self.name!r}: the model handed over values of {list(indexes)} for {num_told} "

@@ -36,6 +36,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_tracker import (
     RowTracker,
 )
 from vllm.hidden_states.layer_ids import CONVENTION
+from vllm.utils.boundaries import LayerId
 from vllm.v1.rows.fields import StoredNames
 from vllm.v1.rows.fields.hidden import HiddenStates
 from vllm.v1.rows.fields.layout import ALL_FIELDS, TensorForm
@@ -309,7 +310,7 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         return self._tracker.finish(request) if self._writes else (False, None)
 
 
-def _extracted_layer_ids(vllm_config: VllmConfig) -> list[int]:
+def _extracted_layer_ids(vllm_config: VllmConfig) -> list[LayerId]:
     speculative = vllm_config.speculative_config
     method = None if speculative is None else speculative.method
     if speculative is None or method != "extract_hidden_states":
