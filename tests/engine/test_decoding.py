@@ -21,12 +21,12 @@ from vllm import LLM
 from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (
     ExampleHiddenStatesConnector,
 )
+from vllm.model_executor.model_loader import loader
 from vllm.model_executor.models.llama import LlamaForCausalLM
 from vllm.model_executor.models.registry import ModelRegistry
 from vllm.ops.activations import silu_and_mul
 from vllm.ops.operation import source_of
 from vllm.v1.attention.backend import AttentionMetadata
-from vllm.v1.worker import gpu_model_runner
 
 Checkpoint = Callable[..., Path]
 LENGTHS = [5, 33, 70, 1, 130, 16, 17]
@@ -52,7 +52,7 @@ def test_packed_heads_and_embeddings_change_no_bit(
     for packs in (True, False):
         with monkeypatch.context() as patch:
             if not packs:
-                patch.setattr(gpu_model_runner, "pack_heads", lambda model, quantization: None)
+                patch.setattr(loader, "prepare_heads", lambda model, quantization: None)
             with engine(folder) as llm:
                 model = core_of(llm).executor.worker.model_runner.model
                 assert (model.lm_head.weight.dim() == 4) == packs

@@ -11,6 +11,7 @@ import torch
 
 from vllm.config import LoadConfig, ModelConfig, VllmConfig
 from vllm.forward_context import HIDDEN_STATES, ForwardContext, set_forward_context
+from vllm.model_executor.layers.weight import weight_of
 from vllm.model_executor.model_loader import get_model
 from vllm.ops.layout import SequenceLayout, StatePlan
 from vllm.v1.attention.backend import AttentionMetadata, RecurrentMetadata
@@ -44,6 +45,12 @@ def make_config(folder: Path, *, load_format: str = "auto", **model_options: Any
         model_config=ModelConfig(model=str(folder), **model_options),
         load_config=LoadConfig(load_format=load_format),  # type: ignore[arg-type]
     )
+
+
+def floats_of(parameter: torch.nn.Parameter) -> torch.Tensor:
+    """All rows of a weight, in whatever form it lies."""
+    weight = weight_of(parameter)
+    return weight.look_up(torch.arange(weight.shape[0]))
 
 
 class SingleRequest:

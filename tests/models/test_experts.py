@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from tests.models.checkpoints import make_checkpoint
 from tests.models.harness import make_config
 from vllm.model_executor.layers.fused_moe import Experts, FusedMoE, RoutingRule
+from vllm.model_executor.layers.weight import finish_weights
 from vllm.model_executor.model_loader import get_model
 
 HIDDEN, WIDTH, NUM_EXPERTS, TOP_K = 72, 40, 7, 3
@@ -36,8 +37,7 @@ def make_layer(dtype: torch.dtype, *, packed: bool, **options: Any) -> FusedMoE:
         torch.nn.init.normal_(parameter, std=0.3)
     layer.experts.to(dtype)
     if packed:
-        for module in (layer.experts, layer.router.gate):
-            module.pack_weight()
+        finish_weights(layer)
     return layer.requires_grad_(False)
 
 

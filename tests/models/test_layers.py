@@ -15,7 +15,7 @@ from vllm.config import VllmConfig, get_layers_from_vllm_config, set_current_vll
 from vllm.distributed import parallel_state
 from vllm.distributed.parallel_state import GroupCoordinator
 from vllm.forward_context import ForwardContext, set_forward_context
-from vllm.model_executor.layers import linear, vocab_parallel_embedding
+from vllm.model_executor.layers import linear, vocab_parallel_embedding, weight
 from vllm.model_executor.layers.activation import get_act_and_mul_fn
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.layer import Layer, settle_attributes
@@ -26,9 +26,11 @@ from vllm.model_executor.layers.rotary_embedding import get_rope
 from vllm.model_executor.layers.vocab_parallel_embedding import (
     ParallelLMHead,
     VocabParallelEmbedding,
-    pack_heads,
+    prepare_heads,
 )
+from vllm.model_executor.layers.weight import finish_weights
 from vllm.model_executor.models.extract_hidden_states import CacheOnlyAttentionLayer
+from vllm.ops.linear import make_panels
 from vllm.ops.rotary import norm_and_rotate
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
@@ -213,8 +215,8 @@ def test_more_ranks_than_kv_heads_share_them(
     be_rank(monkeypatch, rank, 4)
     layer = QKVParallelLinear(5, 3, 8, 2, bias=False)
     q, k, v = torch.randn(24, 5), torch.randn(6, 5), torch.randn(6, 5)
-    for shard_id, weight in (("q", q), ("k", k), ("v", v)):
-        layer.weight_loader(layer.weight, weight, shard_id)
+    for shard_id, rows in (("q", q), ("k", k), ("v", v)):
+        layer.weight_loader(layer.weight, rows, shard_id)
     kv_rows = slice(3 * kv_head, 3 * kv_head + 3)
     expected = torch.cat((q[6 * rank : 6 * rank + 6], k[kv_rows], v[kv_rows]))
     assert torch.equal(layer.weight, expected)
@@ -229,7 +231,6 @@ def test_a_size_that_the_ranks_cannot_share_is_refused(monkeypatch: pytest.Monke
 
 
 def test_embedding_rows_are_found_on_their_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm.model_executor.layers import vocab_parallel_embedding
 
     monkeypatch.setattr(
         vocab_parallel_embedding, "tensor_model_parallel_all_reduce", lambda tensor: tensor
@@ -293,18 +294,21 @@ def test_heads_are_packed_with_the_embeddings_that_they_are_tied_to(
         modules.append(other)
     if case == "of others":
         modules.append(type("Other", (torch.nn.Module,), {"__module__": "others.model"})())
-    table, embedded = head.weight, embedding.weight
-    table.data.normal_()
-    monkeypatch.setattr(vocab_parallel_embedding, "prefers_panels", lambda device: True)
-    monkeypatch.setattr(vocab_parallel_embedding, "make_panels", lambda table: table + 0.5)
-    pack_heads(torch.nn.Sequential(*modules))
+    table = head.weight.data.normal_().clone()
+    monkeypatch.setattr(weight, "prefers_panels", lambda device: True)
+    model = torch.nn.Sequential(*modules)
+    prepare_heads(model)
+    finish_weights(model)
     if case in ("held by another", "of others"):
-        assert head.weight is embedding.weight is table
+        assert embedding.weight is head.weight
+        assert torch.equal(head.weight, table)
         return
-    assert torch.equal(head.weight, table + 0.5)
-    assert not head.weight.requires_grad
-    assert embedding.weight is (embedded if case == "untied" else head.weight)
+    assert torch.equal(head.weight, make_panels(table))
+    assert (embedding.weight is head.weight) == (case != "untied")
+    assert (embedding.weight.dim() == 4) == (case != "untied")
     assert second is None or second.weight is head.weight
+    rows = torch.tensor([7, 0, 3])
+    assert case == "untied" or torch.equal(embedding(rows), table[rows])
 
 
 def test_hooks_of_a_layer_are_called() -> None:

@@ -20,15 +20,12 @@ from tests.models.test_quantization import edit_weights, rounded
 from vllm.model_executor.layers.vocab_parallel_embedding import (
     ParallelLMHead,
     VocabParallelEmbedding,
-    pack_heads,
+    prepare_heads,
 )
+from vllm.model_executor.layers.weight import num_weight_bytes, weight_of
 from vllm.ops.packed_linear import unpacks_weights
 
 CPU = torch.device("cpu")
-
-
-def held_bytes(module: torch.nn.Module) -> int:
-    return sum(parameter.nbytes for parameter in module.parameters())
 
 
 @pytest.mark.parametrize(
@@ -47,7 +44,7 @@ def test_a_head_stays_as_it_is_stored(name: str, settings: dict[str, Any], tmp_p
     request = SingleRequest(make_config(stored, max_model_len=NUM_TOKENS), NUM_TOKENS)
     head: ParallelLMHead = request.model.lm_head
     float_bytes = 4 * head.num_embeddings * head.embedding_dim
-    assert (held_bytes(head) < float_bytes / 2) == unpacks_weights(CPU)
+    assert (num_weight_bytes(head) < float_bytes / 2) == unpacks_weights(CPU)
     logits = request.run_chunks(prompt(), [], ListSink(frozenset()))
     assert relative_error(logits, expected) <= 1e-4
 
@@ -62,7 +59,7 @@ def test_a_head_of_the_file_is_no_tied_one(tmp_path: Path) -> None:
     edit_weights(stored, lambda weights: weights.update(packed))
     edit_weights(dequantised, lambda weights: weights.update({"lm_head.weight": exact.float()}))
     request = SingleRequest(make_config(stored, max_model_len=NUM_TOKENS), NUM_TOKENS)
-    assert (request.model.lm_head.packed is not None) == unpacks_weights(CPU)
+    assert weight_of(request.model.lm_head.weight).has_codes == unpacks_weights(CPU)
     logits = request.run_chunks(prompt(), [], ListSink(frozenset()))
     assert relative_error(logits, reference_run(dequantised, prompt()).logits) <= 1e-4
 
@@ -79,10 +76,11 @@ def test_head_quantization_rounds_the_head_and_what_is_tied_to_it(
         meant, lambda weights: weights.update({table: rounded(weights[table], method).float()})
     )
     expected = reference_run(meant, prompt())
-    request = SingleRequest(make_config(plain, max_model_len=NUM_TOKENS), NUM_TOKENS)
-    float_bytes = held_bytes(request.model.lm_head)
-    pack_heads(request.model, method)
-    assert (held_bytes(request.model.lm_head) < 0.6 * float_bytes) == unpacks_weights(CPU)
+    options = {"head_quantization": method, "max_model_len": NUM_TOKENS}
+    request = SingleRequest(make_config(plain, **options), NUM_TOKENS)
+    head: ParallelLMHead = request.model.lm_head
+    float_bytes = 4 * head.num_embeddings * head.embedding_dim
+    assert (num_weight_bytes(head) < 0.6 * float_bytes) == unpacks_weights(CPU)
     sink = ListSink(frozenset([0]))
     logits = request.run_chunks(prompt(), [], sink)
     torch.testing.assert_close(sink.rows(0), expected.streams[0], rtol=1e-6, atol=0)
@@ -98,8 +96,9 @@ def test_head_quantization_is_an_option_of_every_engine(tmp_path: Path) -> None:
     for options in ({"head_quantization": "int8"}, {}):
         with engine(stored, **options) as llm:
             model = core_of(llm).executor.worker.model_runner.model
-            assert (model.lm_head.packed is not None) == bool(options and unpacks_weights(CPU))
-            assert model.lm_head.packed is model.model.embed_tokens.packed
+            has_codes = weight_of(model.lm_head.weight).has_codes
+            assert has_codes == bool(options and unpacks_weights(CPU))
+            assert model.lm_head.weight is model.model.embed_tokens.weight
             (output,) = llm.generate(random_prompts(1, [7]), greedy(5, logprobs=1), use_tqdm=False)
         tokens.append([next(iter(each.values())).logprob for each in output.outputs[0].logprobs])
     assert tokens[0] != tokens[1]
@@ -116,4 +115,4 @@ def test_a_head_that_cannot_be_quantised_is_refused(tmp_path: Path) -> None:
             engine(stored, head_quantization="int8").__enter__()
     no_head = torch.nn.Sequential(VocabParallelEmbedding(8, 4))
     with pytest.raises(ValueError, match=r"head_quantization='int8': Sequential has no LM head"):
-        pack_heads(no_head, "int8")
+        prepare_heads(no_head, "int8")

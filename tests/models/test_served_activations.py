@@ -22,6 +22,7 @@ from tests.models.stored_formats import (
 from tests.models.test_models import NUM_TOKENS, prompt
 from tests.models.test_quantization import edit_weights, join_experts, pack_experts
 from vllm.model_executor.layers.fused_moe import Experts
+from vllm.model_executor.layers.weight import weight_of
 from vllm.model_executor.model_loader import get_model
 from vllm.ops.packed_linear import unpacks_weights
 from vllm.ops.served_activations import ServedActivations
@@ -189,7 +190,7 @@ def test_experts_in_one_tensor_multiply_rounded_inputs(tmp_path: Path) -> None:
         if isinstance(module, Experts) and "layers.1." in name
     ]
     x, found = torch.randn(7, 160), torch.empty(7, 144)
-    experts.parts["down_proj"][2].multiply(x, None, found)
+    weight_of(experts.down_proj).multiply_into(x, None, found, 2)
     assert relative_error(found, rounded(x, "block") @ expected_weight.t()) <= 2e-6
 
 

@@ -12,13 +12,14 @@ from torch.nn import functional
 
 from tests.models.families import FAMILIES
 from vllm.model_executor.layers.activation import SiluAndMul
+from vllm.model_executor.layers.weight import finish_weights
 from vllm.model_executor.transformers_modules.experts import (
-    PackedExperts,
+    TransformersExperts,
     _run_experts,
     replace_experts,
 )
 from vllm.model_executor.transformers_modules.mlps import SharedMLP, replace_mlps
-from vllm.model_executor.transformers_modules.parts import PackedLinear, replace_linear_layers
+from vllm.model_executor.transformers_modules.parts import replace_linear_layers
 
 
 def made(family: str, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
@@ -89,9 +90,7 @@ def test_which_product_is_the_gate_is_found_out(way: str) -> None:
     replace_linear_layers(model)
     expected = model(x)
     assert replace_mlps(model) == 1
-    for product in model.modules():
-        if isinstance(product, PackedLinear):
-            product.pack_weight()
+    finish_weights(model)
     assert torch.allclose(model(x), expected, rtol=1e-5, atol=1e-5)
     assert torch.equal(model(x)[1, 3], model(x[1, 3:4])[0])
 
@@ -116,7 +115,7 @@ def test_experts(family: str, is_shared: bool) -> None:
     ids = torch.arange(3, 20)[None]
     expected = model(ids, use_cache=False).logits
     assert replace_experts(model) == model.config.num_hidden_layers
-    experts = [m for m in model.modules() if isinstance(m, PackedExperts)]
+    experts = [m for m in model.modules() if isinstance(m, TransformersExperts)]
     assert all(isinstance(one._between[0], SiluAndMul) == is_shared for one in experts)
     found = model(ids, use_cache=False).logits
     assert torch.allclose(found, expected, rtol=1e-4, atol=1e-4 * float(expected.std()))
@@ -125,8 +124,8 @@ def test_experts(family: str, is_shared: bool) -> None:
 def test_an_index_past_the_last_expert_is_none() -> None:
     model = made("mixtral")
     replace_experts(model)
-    module = cast(Any, next(m for m in model.modules() if hasattr(m, "packed_experts")))
-    count, hidden = module.packed_experts.num_experts, model.config.hidden_size
+    module = cast(Any, next(m for m in model.modules() if hasattr(m, "engine_experts")))
+    count, hidden = module.engine_experts.num_experts, model.config.hidden_size
     x, weights = torch.randn(3, hidden), torch.tensor([[0.5, 2.0]] * 3)
     chosen = torch.tensor([[1, count], [count, 0], [count, count]])
     found = _run_experts(module, x, chosen, weights)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -18,6 +18,41 @@ class UnsupportedConfigError(ValueError):
     def __init__(self, message: str, option: str | None = None) -> None:
         super().__init__(message)
         self.option = option
+
+
+LOADABLE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class WeightShapeError(ValueError):
+    """A tensor of the file has another shape than the layer holds."""
+
+    def __init__(self, file_shape: torch.Size, expected_shape: tuple[int, ...]) -> None:
+        self.file_shape = tuple(file_shape)
+        self.expected_shape = expected_shape
+        super().__init__(f"has shape {self.file_shape} in the file, expected {expected_shape}")
+
+
+class WeightFormatError(ValueError):
+    """Rows cannot take the place of those of a weight, which are kept in another form."""
+
+    def __init__(self, new: str, kept: str) -> None:
+        super().__init__(
+            f"cannot be replaced: it is kept as {kept}, and the new rows are {new}; give rows that "
+            "are stored alike, or start a new engine with them"
+        )
+
+
+class HasShape(Protocol):
+    """A tensor, or codes in the place of one."""
+
+    @property
+    def shape(self) -> torch.Size: ...
+
+
+def check_shape(loaded_weight: HasShape, expected_shape: tuple[int, ...]) -> None:
+    """Raise :class:`WeightShapeError` unless the file's tensor has this shape."""
+    if tuple(loaded_weight.shape) != expected_shape:
+        raise WeightShapeError(loaded_weight.shape, expected_shape)
 
 
 def set_weight_attrs(weight: torch.Tensor, attributes: Mapping[str, Any]) -> None:

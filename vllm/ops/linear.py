@@ -190,6 +190,27 @@ def panels_into(panels: torch.Tensor, weight: torch.Tensor) -> None:
     write_panels(rows.view(torch.uint8), by_byte.view(*panels.shape[:3], -1))
 
 
+def rows_into_panels(panels: torch.Tensor, first: int, rows: torch.Tensor, num_rows: int) -> None:
+    """Write rows ``first`` .. of the weight [num_rows, n] whose panels these are; others stay."""
+    end = first + len(rows)
+    start, last = first // PANEL_COLUMNS, -(-end // PANEL_COLUMNS)
+    reached = panels[start:last]
+    if first % PANEL_COLUMNS or (end % PANEL_COLUMNS and end < num_rows):
+        stop = min(last * PANEL_COLUMNS, num_rows)
+        beside = rows_of_panels(panels, start * PANEL_COLUMNS, stop, rows.shape[1])
+        beside[first % PANEL_COLUMNS :][: len(rows)] = rows
+        rows = beside
+    panels_into(reached, rows)
+
+
+def rows_of_panels(panels: torch.Tensor, first: int, end: int, terms: int) -> torch.Tensor:
+    """Rows ``first`` to ``end`` of the weight [m, terms] whose panels these are: a copy."""
+    start, last = first // PANEL_COLUMNS, -(-end // PANEL_COLUMNS)
+    skipped = first - start * PANEL_COLUMNS
+    held = weight_of_panels(panels[start:last], skipped + end - first, terms)
+    return held[skipped:].clone()
+
+
 @operation
 def write_panels(weight: torch.Tensor, panels: Written) -> None:
     """What lies in the rows of ``weight``, as panels of units of so many bytes.

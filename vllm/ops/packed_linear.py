@@ -233,15 +233,29 @@ class PackedWeight:
             columns=length,
         )
 
-    def fits(self, other: PackedWeight) -> bool:
-        """Whether the rows of ``other`` may stand below these."""
+    @property
+    def description(self) -> str:
+        """How it is stored, in words."""
+        codes = f"{self.codes.dtype}" if self.table is None else "4-bit"
+        scales = f"{self.scales.dtype} scales of {self.group_size} columns"
+        others = [name for name in self._by_row if name not in ("codes", "scales")]
+        return f"{codes} codes with {', '.join([scales, *others])}"
+
+    def is_stored_like(self, other: PackedWeight) -> bool:
+        """Whether rows of ``other`` take the same tensors, of the same dtypes and widths."""
         return (
             self.codes.dtype is other.codes.dtype
             and self.scales.dtype is other.scales.dtype
             and (self.columns, self.group_size) == (other.columns, other.group_size)
+            and (self.table is None) is (other.table is None)
+            and self._by_row.keys() == other._by_row.keys()
+        )
+
+    def fits(self, other: PackedWeight) -> bool:
+        """Whether the rows of ``other`` may stand below these."""
+        return (
+            self.is_stored_like(other)
             and self.table == other.table
-            and (self.zeros is None) is (other.zeros is None)
-            and (self.factors is None) is (other.factors is None)
             and self.activations == other.activations
             and _same(self.order, other.order)
         )

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Literal, cast
+from typing import Literal
 
 import torch
 from torch import nn
@@ -18,18 +17,13 @@ from vllm.distributed.parallel_state import (
 )
 from vllm.forward_context import current_row_sink
 from vllm.model_executor.layers.activation import SiluAndMul
-from vllm.model_executor.layers.layer import Layer, ReorderedLayer
+from vllm.model_executor.layers.layer import Layer
 from vllm.model_executor.layers.linear import ReplicatedLinear, ShardId, divide, replicated_linear
-from vllm.model_executor.layers.loaded_rows import LoadedRows
-from vllm.model_executor.layers.quantization.at_load import (
-    quantise_of_current_config,
-    quantised_for,
-)
-from vllm.model_executor.layers.quantization.weight_parts import WeightParts
-from vllm.model_executor.model_loader.weight_utils import check_shape
-from vllm.model_executor.utils import make_parameter, set_weight_attrs
+from vllm.model_executor.layers.quantization.at_load import quantise_of_current_config
+from vllm.model_executor.layers.weight import Weight, weight_of
+from vllm.model_executor.layers.weight_share import Run, Share, Stored
+from vllm.model_executor.utils import check_shape, make_parameter
 from vllm.ops.experts import choose_experts, combine_experts, expert_linear, sort_by_expert
-from vllm.ops.linear import linear, prefers_panels
 from vllm.ops.packed_linear import PackedExperts, PackedWeight
 from vllm.ops.plain_math import sigmoid
 from vllm.v1.rows.fields.experts import Experts as ExpertChoices
@@ -44,8 +38,6 @@ def tokens_at_once(num_experts: int, top_k: int) -> int:
     """Tokens of a step that go through a layer's experts together."""
     return max(_FEWEST_TOKENS, _ROWS_OF_AN_EXPERT * num_experts // top_k)
 
-
-_GATE_UP, _DOWN = "gate_up_proj", "down_proj"
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 """What an expert's weights are called in most checkpoints; two names: it has no gate."""
@@ -143,9 +135,7 @@ def _load_flat(param: nn.Parameter, loaded_weight: torch.Tensor) -> None:
     param.data.copy_(loaded_weight)
 
 
-def _one_by_one(
-    weights: torch.Tensor | PackedWeight | PackedExperts,
-) -> Iterable[torch.Tensor | PackedWeight]:
+def _one_by_one(weights: Stored | PackedExperts) -> Iterable[Stored]:
     assert not isinstance(weights, PackedWeight)
     return weights.weights if isinstance(weights, PackedExperts) else weights.unbind()
 
@@ -153,7 +143,7 @@ def _one_by_one(
 EXPERTS = ExpertChoices.source
 
 
-class Experts(ReorderedLayer):
+class Experts(Layer):
     """The experts' weights, gate above up, and their products; each cut over the ranks.
 
     Where ``projections`` are two, there is no gate, and ``gate_up_proj`` is the one before the
@@ -182,7 +172,6 @@ class Experts(ReorderedLayer):
         self.tp_size = get_tensor_model_parallel_world_size()
         self.size = divide(intermediate_size, self.tp_size, f"the experts' width of {prefix!r}")
         self.projections = projections
-        self.is_packed = False
         self.num_inputs = len(projections) - 1
         self.activation = activation or SiluAndMul()
         self.gate_up_proj = self._parameter(
@@ -190,14 +179,7 @@ class Experts(ReorderedLayer):
         )
         self.down_proj = self._parameter(hidden_size, self.size, loader=self.load_down)
         for parameter in (self.gate_up_proj, self.down_proj):
-            set_weight_attrs(parameter, {"takes_packed": True})
-        self._quantise = quantise_of_current_config()
-        self._rows = {name: LoadedRows(getattr(self, name)) for name in (_GATE_UP, _DOWN)}
-        # What is packed while it loads, by expert and first row.
-        self._packed: dict[str, defaultdict[int, dict[int, PackedWeight]]] = {
-            name: defaultdict(dict) for name in (_GATE_UP, _DOWN)
-        }
-        self.parts = nn.ModuleDict()
+            Weight(parameter, quantise=quantise_of_current_config(), keeps_codes=True)
         self.gate_up_proj_bias = self.down_proj_bias = None
         if bias:
             self.gate_up_proj_bias = self._parameter(
@@ -207,10 +189,6 @@ class Experts(ReorderedLayer):
 
     def _parameter(self, *shape: int, loader: Callable[..., None]) -> nn.Parameter:
         return make_parameter(torch.empty(self.num_experts, *shape), loader)
-
-    def pack_while_loading(self) -> None:
-        for rows in self._rows.values():
-            rows.become_panels()
 
     # ---- loading; a shard is (expert, its part: gate 0, up 1), None is all of them
 
@@ -229,60 +207,58 @@ class Experts(ReorderedLayer):
     def load_gate_up(
         self,
         param: nn.Parameter,
-        loaded_weight: torch.Tensor | PackedWeight | PackedExperts,
+        loaded_weight: Stored | PackedExperts,
         shard_id: ShardId = None,
     ) -> None:
         """Keep this rank's rows of gate and up, of one expert or of all."""
-        tail = tuple(param.shape[2:])
-        if shard_id is None:
-            check_shape(loaded_weight, (self.num_experts, self.num_inputs * self.whole_size, *tail))
-            for expert, weight in enumerate(_one_by_one(loaded_weight)):
-                for part in range(self.num_inputs):
-                    rows = weight.narrow(0, part * self.whole_size, self.whole_size)
-                    self.load_gate_up(param, rows, (expert, part))
+        arrivals = self._gate_up_shares(param, loaded_weight, shard_id)
+        if param is self.gate_up_proj:
+            weight_of(param).load(arrivals)
             return
-        assert isinstance(shard_id, tuple) and not isinstance(loaded_weight, PackedExperts)
-        expert, part = shard_id
-        check_shape(loaded_weight, (self.whole_size, *tail))
-        if tail:
-            loaded_weight = self._as_asked(param, loaded_weight)
-        mine = loaded_weight.narrow(0, self.tp_rank * self.size, self.size)
-        first_row = part * self.size
-        if isinstance(mine, PackedWeight):
-            self._packed[_GATE_UP][expert][first_row] = mine
-        elif param is self.gate_up_proj:
-            self._rows[_GATE_UP].put(first_row, mine, expert)
-        else:
-            param.data[expert].narrow(0, first_row, self.size).copy_(mine)
+        for bias, share in arrivals:
+            assert isinstance(bias, torch.Tensor)
+            share.copy_entries(bias, param.data[share.table])
+
+    def _gate_up_shares(
+        self, param: nn.Parameter, loaded: Stored | PackedExperts, shard_id: ShardId
+    ) -> Iterator[tuple[Stored, Share]]:
+        def share(expert: int, part: int) -> Share:
+            run = Run(self.tp_rank * self.size, self.size, part * self.size)
+            return Share((self.whole_size, self.hidden_size), (run,), table=expert)
+
+        if shard_id is not None:
+            assert isinstance(shard_id, tuple) and not isinstance(loaded, PackedExperts)
+            yield loaded, share(*shard_id)
+            return
+        whole_rows = self.num_inputs * self.whole_size
+        tail = (self.hidden_size,) if param is self.gate_up_proj else ()
+        check_shape(loaded, (self.num_experts, whole_rows, *tail))
+        for expert, weight in enumerate(_one_by_one(loaded)):
+            for part in range(self.num_inputs):
+                rows = weight.narrow(0, part * self.whole_size, self.whole_size)
+                yield rows, share(expert, part)
 
     def load_down(
         self,
         param: nn.Parameter,
-        loaded_weight: torch.Tensor | PackedWeight | PackedExperts,
+        loaded_weight: Stored | PackedExperts,
         shard_id: ShardId = None,
     ) -> None:
         """Keep this rank's columns, of one expert or of all."""
-        if shard_id is None:
-            check_shape(loaded_weight, (self.num_experts, self.hidden_size, self.whole_size))
-            for expert, weight in enumerate(_one_by_one(loaded_weight)):
-                self.load_down(param, weight, (expert, 0))
-            return
-        assert isinstance(shard_id, tuple) and not isinstance(loaded_weight, PackedExperts)
-        check_shape(loaded_weight, (self.hidden_size, self.whole_size))
-        loaded_weight = self._as_asked(param, loaded_weight)
-        mine = loaded_weight.narrow(1, self.tp_rank * self.size, self.size)
-        if isinstance(mine, PackedWeight):
-            self._packed[_DOWN][shard_id[0]][0] = mine
-        else:
-            self._rows[_DOWN].put(0, mine, shard_id[0])
+        weight_of(param).load(self._down_shares(loaded_weight, shard_id))
 
-    def _as_asked(
-        self, param: nn.Parameter, weight: torch.Tensor | PackedWeight
-    ) -> torch.Tensor | PackedWeight:
-        """A weight of one expert, quantised if the config says so."""
-        if self._quantise is None or not isinstance(weight, torch.Tensor):
-            return weight
-        return quantised_for(param, weight, self._quantise)
+    def _down_shares(
+        self, loaded: Stored | PackedExperts, shard_id: ShardId
+    ) -> Iterator[tuple[Stored, Share]]:
+        whole = Share.of_all(self.hidden_size, self.whole_size)
+        mine = replace(whole, columns=(self.tp_rank * self.size, self.size))
+        if shard_id is not None:
+            assert isinstance(shard_id, tuple) and not isinstance(loaded, PackedExperts)
+            yield loaded, replace(mine, table=shard_id[0])
+            return
+        check_shape(loaded, (self.num_experts, *whole.shape))
+        for expert, weight in enumerate(_one_by_one(loaded)):
+            yield weight, replace(mine, table=expert)
 
     def load_down_bias(self, param: nn.Parameter, loaded_weight: torch.Tensor) -> None:
         """Only the first rank adds it."""
@@ -290,32 +266,6 @@ class Experts(ReorderedLayer):
         param.data.copy_(loaded_weight)
         if self.tp_rank:
             param.data.zero_()
-
-    def settle_parts(self) -> None:
-        """All is loaded: where an expert is packed, parts take the place of all of them."""
-        for name, packed in self._packed.items():
-            if packed:
-                self._rows[name].lay_plain()
-                plain = getattr(self, name).data
-                made = [WeightParts(plain[e], packed.pop(e, {})) for e in range(self.num_experts)]
-                self.parts[name] = nn.ModuleList(made)
-                nothing = make_parameter(plain[:0].clone())
-                setattr(self, name, nothing)
-                self._rows[name] = LoadedRows(nothing)
-
-    def pack_weight(self) -> None:
-        self.settle_parts()
-        if not prefers_panels(self.gate_up_proj.device):
-            return
-        for name in (_GATE_UP, _DOWN):
-            if name in self.parts:
-                for expert in cast(Iterable[WeightParts], self.parts[name]):
-                    expert.pack_weight()
-                continue
-            panels = self._rows[name].panels()
-            setattr(self, name, make_parameter(panels))
-            del self._rows[name]
-        self.is_packed = True
 
     def forward(
         self,
@@ -325,7 +275,7 @@ class Experts(ReorderedLayer):
         out: torch.Tensor,
     ) -> None:
         """x: [tokens, hidden]; rows, starts: see ``expert_linear``; out: [pairs, hidden]."""
-        if self.is_packed or self.parts:
+        if not all(weight_of(each).is_in_rows for each in (self.gate_up_proj, self.down_proj)):
             self._run_one_by_one(x, rows, starts, out)
             return
         gate_up = x.new_empty((len(out), self.num_inputs * self.size))
@@ -344,7 +294,8 @@ class Experts(ReorderedLayer):
         bounds = list(pairwise(starts.tolist()))
         most = max(end - begin for begin, end in bounds)
         gathered = None if rows is None else x.new_empty((most, self.hidden_size))
-        gate_up = x.new_empty((most, self.num_inputs * self.size))
+        wide = x.new_empty((most, self.num_inputs * self.size))
+        gate_up, down = weight_of(self.gate_up_proj), weight_of(self.down_proj)
         for expert, (begin, end) in enumerate(bounds):
             count = end - begin
             if not count:
@@ -352,18 +303,14 @@ class Experts(ReorderedLayer):
             own = x[begin:end]
             if rows is not None and gathered is not None:
                 own = torch.index_select(x, 0, rows[begin:end], out=gathered[:count])
-            self._multiply(_GATE_UP, expert, own, gate_up[:count])
-            self._multiply(_DOWN, expert, self.activation(gate_up[:count]), out[begin:end])
+            inner = wide[:count]
+            gate_up.multiply_into(own, _of(self.gate_up_proj_bias, expert), inner, expert)
+            bias = _of(self.down_proj_bias, expert)
+            down.multiply_into(self.activation(inner), bias, out[begin:end], expert)
 
-    def _multiply(self, name: str, expert: int, x: torch.Tensor, out: torch.Tensor) -> None:
-        """A product of one expert."""
-        biases = getattr(self, f"{name}_bias")
-        bias = None if biases is None else biases[expert]
-        if name in self.parts:
-            parts = cast("nn.ModuleList", self.parts[name])
-            cast(WeightParts, parts[expert]).multiply(x, bias, out)
-        else:
-            linear(x, getattr(self, name)[expert], bias, out)
+
+def _of(biases: torch.Tensor | None, expert: int) -> torch.Tensor | None:
+    return None if biases is None else biases[expert]
 
 
 class RoutedLayer(Layer):

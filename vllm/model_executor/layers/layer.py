@@ -30,17 +30,6 @@ class Layer(nn.Module):
         return self.forward(*args, **kwargs)
 
 
-class ReorderedLayer(Layer):
-    """A layer whose weights lie otherwise in a checkpoint than its products read them."""
-
-    def pack_while_loading(self) -> None:
-        """What is loaded from now on may be reordered at once; :meth:`pack_weight` follows."""
-
-    def pack_weight(self) -> None:
-        """Reorder the loaded weights for speed; afterwards they only serve the layer's products."""
-        raise NotImplementedError
-
-
 def is_watched(module: nn.Module) -> bool:
     """Whether calls of it are somebody's business: hooks, or a ``forward`` that was put there."""
     own = module.__dict__

@@ -8,7 +8,9 @@ was told to leave its addition to the caller (``skip_bias_add``); with
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate
 
 import torch
 from torch import nn
@@ -19,20 +21,13 @@ from vllm.distributed.parallel_state import (
     tensor_model_parallel_all_gather,
     tensor_model_parallel_all_reduce,
 )
-from vllm.model_executor.layers.layer import ReorderedLayer
-from vllm.model_executor.layers.loaded_rows import LoadedRows
-from vllm.model_executor.layers.quantization.at_load import (
-    quantise_of_current_config,
-    quantised_for,
-)
-from vllm.model_executor.layers.quantization.weight_parts import WeightParts
-from vllm.model_executor.model_loader.weight_utils import check_shape
-from vllm.model_executor.utils import make_parameter, set_weight_attrs
-from vllm.ops.linear import linear, prefers_panels
-from vllm.ops.packed_linear import PackedWeight
+from vllm.model_executor.layers.layer import Layer
+from vllm.model_executor.layers.quantization.at_load import quantise_of_current_config
+from vllm.model_executor.layers.weight import Weight, weight_of
+from vllm.model_executor.layers.weight_share import Run, Share, Stored, joined
+from vllm.model_executor.utils import check_shape, make_parameter
 
 LinearOutput = torch.Tensor | tuple[torch.Tensor, nn.Parameter | None]
-Weight = torch.Tensor | PackedWeight
 ShardId = int | str | tuple[int, ...] | None
 
 
@@ -60,15 +55,16 @@ def load_part(param: nn.Parameter, loaded_weight: torch.Tensor) -> None:
 
 
 def refuse_quantization(quant_config: object, prefix: str) -> None:
-    """Layers hold float weights only."""
+    """Layers take weights in whatever format their checkpoint has them."""
     if quant_config is not None:
         raise ValueError(
-            f"quant_config={quant_config!r} of layer {prefix!r}: quantised weights are not "
-            f"supported; use a float32, bfloat16 or float16 checkpoint"
+            f"quant_config={quant_config!r} of layer {prefix!r}: layers take none; leave it out. "
+            "How the weights of a checkpoint are stored is said by its quantization_config, and "
+            "weight_loader takes them so (docs/quantization.md, also for one more format)"
         )
 
 
-class LinearBase(ReorderedLayer):
+class LinearBase(Layer):
     """Parameters and the product; subclasses say how the ranks share them."""
 
     def __init__(
@@ -86,83 +82,34 @@ class LinearBase(ReorderedLayer):
         super().__init__()
         refuse_quantization(quant_config, prefix)
         self.prefix = prefix
-        self.num_rows = rows
         self.skip_bias_add = skip_bias_add
         self.return_bias = return_bias
         self.tp_rank = get_tensor_model_parallel_rank()
         self.tp_size = get_tensor_model_parallel_world_size()
         dtype = params_dtype or torch.get_default_dtype()
-        self.weight = make_parameter(torch.empty(rows, columns, dtype=dtype))
-        set_weight_attrs(self.weight, {"weight_loader": self.weight_loader, "takes_packed": True})
-        self._quantise = quantise_of_current_config()
-        self._packed: dict[int, PackedWeight] = {}
-        self._rows = LoadedRows(self.weight)
-        self.parts: WeightParts | None = None
+        self.weight = make_parameter(torch.empty(rows, columns, dtype=dtype), self.weight_loader)
+        Weight(self.weight, quantise=quantise_of_current_config(), keeps_codes=True)
         self.bias: nn.Parameter | None = None
         if bias:
             self.bias = make_parameter(torch.zeros(rows, dtype=dtype), self.weight_loader)
 
-    def pack_while_loading(self) -> None:
-        self._rows.become_panels()
-
     def weight_loader(
         self,
         param: nn.Parameter,
-        loaded_weight: Weight,
+        loaded_weight: Stored,
         loaded_shard_id: ShardId = None,
     ) -> None:
-        """Keep this rank's part of a checkpoint tensor: in ``param``, or packed."""
-        if (
-            self._quantise is not None
-            and isinstance(loaded_weight, torch.Tensor)
-            and param.dim() == 2
-        ):
-            loaded_weight = quantised_for(param, loaded_weight, self._quantise)
-        for row, piece in self.pieces_of_rank(param, loaded_weight, loaded_shard_id):
-            if isinstance(piece, PackedWeight):
-                self._packed[row] = piece
-            elif param is self.weight:
-                self._rows.put(row, piece)
-            else:
-                param.data[row : row + len(piece)].copy_(piece)
-
-    def pieces_of_rank(
-        self, param: nn.Parameter, loaded_weight: Weight, shard_id: ShardId
-    ) -> Iterator[tuple[int, Weight]]:
-        """What this rank holds of a checkpoint tensor, and from which row of ``param`` on."""
-        assert shard_id is None
-        check_shape(loaded_weight, tuple(param.shape))
-        yield 0, loaded_weight
-
-    def settle_parts(self) -> None:
-        """All is loaded: where something is packed, parts take the place of the weight."""
-        if self._packed:
-            self._rows.lay_plain()
-            self.parts = WeightParts(self.weight.data, self._packed)
-            self._packed = {}
-            nothing = self.weight.data.new_empty((0, self.weight.shape[1]))
-            self.weight = make_parameter(nothing)
-            self._rows = LoadedRows(self.weight)
-
-    def pack_weight(self) -> None:
-        self.settle_parts()
-        if not prefers_panels(self.weight.device):
-            return
-        if self.parts is not None:
-            self.parts.pack_weight()
+        """Keep this rank's share of a checkpoint's tensor."""
+        share = self.share_of(loaded_shard_id)
+        if param is self.weight:
+            weight_of(param).load([(loaded_weight, share)])
         else:
-            self.weight = make_parameter(self._rows.panels())
-        del self._rows
+            assert isinstance(loaded_weight, torch.Tensor)
+            share.copy_entries(loaded_weight, param.data)
 
-    def multiply(self, x: torch.Tensor, bias: nn.Parameter | None) -> torch.Tensor:
-        if self._packed:  # in models that load in a way of their own
-            self.settle_parts()
-        out = x.new_empty((x.shape[0], self.num_rows))
-        if self.parts is not None:
-            self.parts.multiply(x, bias, out)
-        else:
-            linear(x, self.weight, bias, out)
-        return out
+    def share_of(self, shard_id: ShardId) -> Share:
+        """What this rank holds of a checkpoint's tensor, which has a part of the weight, or all."""
+        raise NotImplementedError
 
     def finish(self, output: torch.Tensor) -> LinearOutput:
         if not self.return_bias:
@@ -198,9 +145,14 @@ class ReplicatedLinear(LinearBase):
         self.input_size = input_size
         self.output_size = output_size
 
+    def share_of(self, shard_id: ShardId) -> Share:
+        assert shard_id is None
+        return Share.of_all(self.output_size, self.input_size)
+
     def forward(self, x: torch.Tensor) -> LinearOutput:
         """x: [tokens, input_size] -> [tokens, output_size]."""
-        return self.finish(self.multiply(x, None if self.skip_bias_add else self.bias))
+        bias = None if self.skip_bias_add else self.bias
+        return self.finish(weight_of(self.weight).multiply(x, bias))
 
 
 class ColumnParallelLinear(LinearBase):
@@ -255,24 +207,20 @@ class ColumnParallelLinear(LinearBase):
             return tuple(range(len(self.output_sizes)))
         return shard_id if isinstance(shard_id, tuple) else (int(shard_id),)
 
-    def pieces_of_rank(
-        self, param: nn.Parameter, loaded_weight: Weight, shard_id: ShardId
-    ) -> Iterator[tuple[int, Weight]]:
-        """This rank's rows of each part that the checkpoint tensor covers."""
-        parts = self.part_ids(shard_id)
-        whole_rows = sum(self.output_sizes[part] for part in parts)
-        check_shape(loaded_weight, (whole_rows, *param.shape[1:]))
-        file_row = 0
-        for part in parts:
-            rows = self.output_partition_sizes[part]
-            source = file_row + self.part_slice_index(part) * rows
-            target = sum(self.output_partition_sizes[:part])
-            yield target, loaded_weight.narrow(0, source, rows)
-            file_row += self.output_sizes[part]
+    def share_of(self, shard_id: ShardId) -> Share:
+        """This rank's rows of each part that the checkpoint's tensor covers."""
+        parts, own = self.part_ids(shard_id), self.output_partition_sizes
+        sizes = [self.output_sizes[part] for part in parts]
+        runs = [
+            Run(start + self.part_slice_index(part) * own[part], own[part], sum(own[:part]))
+            for part, start in zip(parts, accumulate(sizes, initial=0), strict=False)
+        ]
+        return Share((sum(sizes), self.input_size), joined(runs))
 
     def forward(self, x: torch.Tensor) -> LinearOutput:
         """x: [tokens, input_size] -> [tokens, this rank's (or, gathered, all) features]."""
-        output = self.multiply(x, None if self.skip_bias_add else self.bias)
+        bias = None if self.skip_bias_add else self.bias
+        output = weight_of(self.weight).multiply(x, bias)
         if self.gather_output:
             output = tensor_model_parallel_all_gather(output)
         return self.finish(output)
@@ -402,18 +350,12 @@ class RowParallelLinear(LinearBase):
             return_bias=return_bias,
         )
 
-    def pieces_of_rank(
-        self, param: nn.Parameter, loaded_weight: Weight, shard_id: ShardId
-    ) -> Iterator[tuple[int, Weight]]:
-        """This rank's columns of the weight, or the whole bias."""
+    def share_of(self, shard_id: ShardId) -> Share:
+        """This rank's columns; the whole bias."""
         assert shard_id is None
-        if param.dim() == 1:
-            check_shape(loaded_weight, (self.output_size,))
-            yield 0, loaded_weight
-            return
-        check_shape(loaded_weight, (self.output_size, self.input_size))
-        columns = self.input_size_per_partition
-        yield 0, loaded_weight.narrow(1, self.tp_rank * columns, columns)
+        count = self.input_size_per_partition
+        whole = Share.of_all(self.output_size, self.input_size)
+        return replace(whole, columns=(self.tp_rank * count, count))
 
     def forward(self, x: torch.Tensor) -> LinearOutput:
         """x: [tokens, this rank's (or, not parallel, all) features] -> [tokens, output_size]."""
@@ -421,7 +363,7 @@ class RowParallelLinear(LinearBase):
             columns = self.input_size_per_partition
             x = x.narrow(-1, self.tp_rank * columns, columns)
         adds_bias = not self.skip_bias_add and self.tp_rank == 0
-        output = self.multiply(x, self.bias if adds_bias else None)
+        output = weight_of(self.weight).multiply(x, self.bias if adds_bias else None)
         if self.reduce_results and self.tp_size > 1:
             output = tensor_model_parallel_all_reduce(output)
         return self.finish(output)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from typing import Self
+from functools import partial
+from typing import ClassVar, Self
 
 import torch
 from torch import nn
-from torch.nn import functional
 
 from vllm.distributed.parallel_state import (
     get_tensor_model_parallel_rank,
@@ -17,11 +16,10 @@ from vllm.distributed.parallel_state import (
 from vllm.model_executor.layers.layer import Layer
 from vllm.model_executor.layers.linear import refuse_quantization
 from vllm.model_executor.layers.quantization.at_load import quantise_table
-from vllm.model_executor.layers.quantization.weight_parts import PackedPart
-from vllm.model_executor.model_loader.weight_utils import check_shape
-from vllm.model_executor.utils import is_all_ours, make_parameter, set_weight_attrs
-from vllm.ops.linear import linear, make_panels, panel_embedding, prefers_panels
-from vllm.ops.packed_linear import PackedWeight, unpacks_weights
+from vllm.model_executor.layers.weight import Weight, find_weight, weight_of, weights_of
+from vllm.model_executor.layers.weight_share import Run, Share, Stored
+from vllm.model_executor.utils import is_all_ours, make_parameter
+from vllm.ops.packed_linear import PackedWeight
 
 
 class VocabParallelEmbedding(Layer):
@@ -29,6 +27,9 @@ class VocabParallelEmbedding(Layer):
 
     Ranks hold equally many rows; those past the vocabulary's end are zero.
     """
+
+    keeps_codes: ClassVar[bool] = False
+    """Whether rows that come as codes stay so."""
 
     def __init__(
         self,
@@ -46,46 +47,55 @@ class VocabParallelEmbedding(Layer):
         self.tp_size = get_tensor_model_parallel_world_size()
         self.rows_per_rank = -(-num_embeddings // self.tp_size)
         self.start = get_tensor_model_parallel_rank() * self.rows_per_rank
-        dtype = params_dtype or torch.get_default_dtype()
-        rows = torch.empty(self.rows_per_rank, embedding_dim, dtype=dtype)
+        self._dtype = params_dtype or torch.get_default_dtype()
+        self._make_table()
+
+    def _make_table(self, device: torch.device | None = None) -> None:
+        shape = (self.rows_per_rank, self.embedding_dim)
+        rows = torch.empty(shape, dtype=self._dtype, device=device)
         self.weight = make_parameter(rows, self.weight_loader)
-        self.packed: PackedPart | None = None
-        """The rows of this rank in place of ``weight``, which is empty then."""
+        # Rows suit look-ups, and models from elsewhere read them.
+        Weight(self.weight, keeps_codes=self.keeps_codes, stays_in_rows=True)
 
-    def hold_packed(self, packed: PackedPart) -> None:
-        """Have these rows in the place of ``weight``."""
-        self.packed = packed
-        nothing = self.weight.data.new_empty((0, self.embedding_dim))
-        self.weight = make_parameter(nothing)
+    @property
+    def num_own_rows(self) -> int:
+        """Rows of the vocabulary on this rank."""
+        return max(0, min(self.rows_per_rank, self.num_embeddings - self.start))
 
-    def weight_loader(self, param: nn.Parameter, loaded_weight: torch.Tensor) -> None:
-        """Copy this rank's rows (or entries of a bias)."""
-        check_shape(loaded_weight, (self.num_embeddings, *param.shape[1:]))
-        mine = loaded_weight[self.start : self.start + self.rows_per_rank]
-        param.data[: len(mine)].copy_(mine)
-        param.data[len(mine) :].zero_()
+    @property
+    def share(self) -> Share:
+        """What this rank holds of a checkpoint's tensor."""
+        runs = (Run(self.start, self.num_own_rows, 0),) if self.num_own_rows else ()
+        return Share((self.num_embeddings, self.embedding_dim), runs)
+
+    def weight_loader(self, param: nn.Parameter, loaded_weight: Stored) -> None:
+        """Keep this rank's rows (or entries of a bias)."""
+        weight, num_rows = find_weight(param), self.num_own_rows
+        if weight is None:
+            assert isinstance(loaded_weight, torch.Tensor)
+            self.share.copy_entries(loaded_weight, param.data)
+            param.data[num_rows:].zero_()
+            return
+        weight.load([(loaded_weight, self.share)])
+        if num_rows < self.rows_per_rank and not weight.is_finished:
+            shape = (self.rows_per_rank - num_rows, self.embedding_dim)
+            weight.put(param.data.new_zeros(shape), num_rows)
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         """input_ids: int64 [tokens] -> [tokens, embedding_dim], a new tensor."""
+        weight = weight_of(self.weight)
         if self.tp_size == 1:
-            return self._look_up(input_ids)
+            return weight.look_up(input_ids)
         local = input_ids - self.start
         elsewhere = (local < 0) | (local >= self.rows_per_rank)
-        rows = self._look_up(local.masked_fill(elsewhere, 0))
+        rows = weight.look_up(local.masked_fill(elsewhere, 0))
         return tensor_model_parallel_all_reduce(rows.masked_fill(elsewhere[:, None], 0))
-
-    def _look_up(self, local_ids: torch.Tensor) -> torch.Tensor:
-        if self.packed is not None:
-            return self.packed.look_up(local_ids, self.weight.dtype)
-        if self.weight.dim() == 2:
-            return functional.embedding(local_ids, self.weight)
-        rows = self.weight.new_empty((len(local_ids), self.embedding_dim))
-        panel_embedding(local_ids.contiguous(), self.weight, self.rows_per_rank, rows)
-        return rows
 
 
 class ParallelLMHead(VocabParallelEmbedding):
     """The product with the vocabulary; ``LogitsProcessor`` applies it."""
+
+    keeps_codes: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -100,65 +110,56 @@ class ParallelLMHead(VocabParallelEmbedding):
         super().__init__(
             num_embeddings, embedding_dim, params_dtype, quant_config=quant_config, prefix=prefix
         )
-        set_weight_attrs(self.weight, {"takes_packed": True})
         self.bias: nn.Parameter | None = None
         if bias:
             entries = torch.zeros(self.rows_per_rank, dtype=self.weight.dtype)
             self.bias = make_parameter(entries, self.weight_loader)
 
-    def weight_loader(
-        self, param: nn.Parameter, loaded_weight: torch.Tensor | PackedWeight
-    ) -> None:
-        """Keep this rank's rows (or entries of a bias): in ``param``, or packed."""
-        if isinstance(loaded_weight, torch.Tensor):
-            super().weight_loader(param, loaded_weight)
-            return
-        check_shape(loaded_weight, (self.num_embeddings, self.embedding_dim))
-        end = min(self.start + self.rows_per_rank, self.num_embeddings)
-        mine = loaded_weight.select_rows(slice(self.start, end))
-        self.hold_packed(PackedPart(0, mine))
-
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
         """x: [rows, embedding_dim] -> [rows, rows_per_rank], undefined past the vocabulary."""
-        out = x.new_empty((len(x), self.rows_per_rank))
-        if self.packed is not None:
-            self.packed.multiply(x, self.bias, out)
-        else:
-            linear(x, self.weight, self.bias, out)
-        return out
+        return weight_of(self.weight).multiply(x, self.bias)
 
     def tie_weights(self, embed_tokens: VocabParallelEmbedding) -> Self:
         """Use the embeddings' rows as the head's."""
         self.weight = embed_tokens.weight
         return self
 
-    def untie(self, head: torch.Tensor | PackedWeight) -> bool:
+    def untie(self, head: Stored) -> bool:
         """Take rows of its own, unless those of ``head``, [vocabulary, embedding_dim] as it lies
         in a checkpoint, are the ones that it shares; returns whether it did."""
-        shared, own = self.weight, make_parameter(torch.empty_like(self.weight))
-        packed = head if isinstance(head, PackedWeight) else None
-        self.weight_loader(own, head if packed is None else packed.dequantise(shared.dtype))
-        if torch.equal(own, shared):
+        shared = weight_of(self.weight)
+        if self._holds(head):
             return False
-        if packed is not None and unpacks_weights(shared.device) and packed.can_be_panels():
-            self.weight_loader(own, packed)
-            return True
-        set_weight_attrs(own, {"weight_loader": self.weight_loader})
-        self.weight = own
+        self._make_table(self.weight.device)
+        own = weight_of(self.weight)
+        own.quantise, own.stays_in_rows = shared.quantise, shared.stays_in_rows
+        self.weight_loader(self.weight, head)
+        if shared.is_finished:  # an engine runs
+            own.finish()
         return True
+
+    def _holds(self, table: Stored) -> bool:
+        """Whether this rank's rows of ``table`` are those that are there."""
+        self.share.check(table)
+        weight = weight_of(self.weight)
+        rows = torch.arange(self.num_own_rows, device=self.weight.device)
+        mine = weight.as_kept(table).narrow(0, self.start, self.num_own_rows)
+        if isinstance(mine, PackedWeight):
+            mine = mine.dequantise(self._dtype)
+        held = weight.look_up(rows)
+        return torch.equal(held, mine.to(held))
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         raise TypeError("ParallelLMHead embeds nothing: logits come from LogitsProcessor")
 
 
-def pack_heads(model: nn.Module, quantization: str | None = None) -> None:
-    """Reorder the LM heads of a loaded model for speed, and the embeddings they are tied to.
+def prepare_heads(model: nn.Module, quantization: str | None = None) -> None:
+    """Let the weights of LM heads, and of the embeddings that are tied to them, take the form that
+    products read when they are finished: also look-ups read it.
 
-    Afterwards such a weight serves its layers alone. One that modules of another kind hold too
-    stays as it is, and so does everything in a model of another package.
-
-    quantization: a method of ``at_load``, by which these weights are quantised first. ValueError:
-    there are none, or not as floats.
+    One that modules of another kind hold too stays in rows, and so does everything in a model of
+    another package. quantization: a method of ``at_load``, by which these weights are quantised
+    first. ValueError: there are none, or not as floats.
     """
     tables = _tables_of_heads(model) if is_all_ours(model) else []
     if quantization is not None and not tables:
@@ -166,34 +167,18 @@ def pack_heads(model: nn.Module, quantization: str | None = None) -> None:
             f"head_quantization={quantization!r}: {type(model).__name__} has no LM head that is "
             "stored in floating point and belongs to this engine; leave the option out"
         )
-    for table, sharing in tables:
+    for table in tables:
+        table.stays_in_rows = False
         if quantization is not None:
-            quantised = quantise_table(table.data, quantization)
-            if unpacks_weights(table.device) and quantised.can_be_panels():
-                packed = PackedPart(0, quantised)
-                for module in sharing:
-                    module.hold_packed(packed)
-                continue
-            table.data.copy_(quantised.dequantise(table.dtype))
-        if prefers_panels(table.device):
-            weight = make_parameter(make_panels(table.data))
-            for module in sharing:
-                module.weight = weight
+            table.quantise_rows(partial(quantise_table, method=quantization))
 
 
-def _tables_of_heads(
-    model: nn.Module,
-) -> list[tuple[nn.Parameter, list[VocabParallelEmbedding]]]:
+def _tables_of_heads(model: nn.Module) -> list[Weight]:
     """Weights of heads that lie as floats and that nothing but heads and embeddings holds."""
-    holders: dict[int, list[nn.Module]] = defaultdict(list)
-    for module in model.modules():
-        for parameter in module.parameters(recurse=False):
-            holders[id(parameter)].append(module)
-    heads = [module for module in model.modules() if isinstance(module, ParallelLMHead)]
-    weights = {id(head.weight): head.weight for head in heads if head.packed is None}
-    tables = []
-    for number, table in weights.items():
-        sharing = [each for each in holders[number] if isinstance(each, VocabParallelEmbedding)]
-        if len(sharing) == len(holders[number]):
-            tables.append((table, sharing))
-    return tables
+    return [
+        weight
+        for weight, holders in weights_of(model).items()
+        if any(isinstance(module, ParallelLMHead) for module in holders)
+        and all(isinstance(module, VocabParallelEmbedding) for module in holders)
+        and not weight.has_codes
+    ]

@@ -16,7 +16,8 @@ from tqdm import tqdm
 
 from vllm.config import set_current_vllm_config
 from vllm.logger import init_logger
-from vllm.model_executor.layers.layer import ReorderedLayer
+from vllm.model_executor.layers.vocab_parallel_embedding import prepare_heads
+from vllm.model_executor.layers.weight import begin_weights, finish_weights, num_weight_bytes
 from vllm.model_executor.model_loader.checkpoint import (
     check_sizes,
     checkpoint_folder,
@@ -166,28 +167,23 @@ def initialize_dummy_weights(model: nn.Module, seed: int) -> None:
 
 
 @torch.no_grad()
-def get_model(*, vllm_config: VllmConfig, packs: bool = False) -> nn.Module:
-    """Build the model of ``vllm_config`` and give it its weights (``load_format``).
-
-    packs: layers reorder them while they load, where they can; their ``pack_weight`` is called
-    next.
-    """
+def get_model(*, vllm_config: VllmConfig) -> nn.Module:
+    """Build the model of ``vllm_config`` with its weights (``load_format``), all finished."""
     start = time.perf_counter()
     files = find_weights(vllm_config)
     model = initialize_model(vllm_config)
     if files is None:
         initialize_dummy_weights(model, vllm_config.model_config.seed)
     else:
-        if packs and is_all_ours(model):  # others may read weights
-            for module in model.modules():
-                if isinstance(module, ReorderedLayer):
-                    module.pack_while_loading()
+        if is_all_ours(model):  # others may read weights while they load
+            begin_weights(model)
         load_checkpoint(model, vllm_config, files)
-    weight_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    prepare_heads(model, vllm_config.model_config.head_quantization)
+    finish_weights(model)
     logger.info(
         "%s: %s of weights in %.1f s.",
         type(model).__name__,
-        format_bytes(weight_bytes),
+        format_bytes(num_weight_bytes(model)),
         time.perf_counter() - start,
     )
     return model

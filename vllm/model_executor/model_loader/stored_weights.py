@@ -17,7 +17,8 @@ from vllm.model_executor.layers.quantization.storage_format import (
     StorageFormat,
 )
 from vllm.model_executor.model_loader.checkpoint import tensor_names
-from vllm.model_executor.model_loader.weight_utils import LOADABLE_DTYPES, dequantised
+from vllm.model_executor.model_loader.weight_utils import dequantised
+from vllm.model_executor.utils import LOADABLE_DTYPES
 from vllm.ops.packed_linear import PackedExperts, PackedWeight
 
 if TYPE_CHECKING:

@@ -7,30 +7,11 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
-from vllm.ops.packed_linear import PackedExperts, PackedWeight, unpacks_weights
+from vllm.model_executor.utils import LOADABLE_DTYPES, check_shape
+from vllm.ops.packed_linear import PackedExperts, PackedWeight
 
 WeightLoader = Callable[..., Any]
 """``loader(parameter, loaded_weight)`` or ``loader(parameter, loaded_weight, shard_id)``."""
-
-LOADABLE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-class WeightShapeError(ValueError):
-    """A tensor of the file has another shape than the layer holds."""
-
-    def __init__(self, file_shape: torch.Size, expected_shape: tuple[int, ...]) -> None:
-        self.file_shape = tuple(file_shape)
-        self.expected_shape = expected_shape
-        super().__init__(f"has shape {self.file_shape} in the file, expected {expected_shape}")
-
-
-def check_shape(
-    loaded_weight: torch.Tensor | PackedWeight | PackedExperts, expected_shape: tuple[int, ...]
-) -> None:
-    """Raise :class:`WeightShapeError` unless the file's tensor has this shape."""
-    if tuple(loaded_weight.shape) != expected_shape:
-        raise WeightShapeError(loaded_weight.shape, expected_shape)
-
 
 Stored = TypeVar("Stored")
 
@@ -79,12 +60,6 @@ def default_weight_loader(param: torch.Tensor, loaded_weight: torch.Tensor) -> N
     """Copy a whole tensor into a parameter, converting to its dtype and device."""
     check_shape(loaded_weight, tuple(param.shape))
     param.data.copy_(loaded_weight)
-
-
-def stays_packed(param: torch.Tensor, weight: PackedWeight | PackedExperts) -> bool:
-    """Whether the loader of ``param`` takes such a weight, and products unpack it there."""
-    takes_packed: bool = getattr(param, "takes_packed", False)
-    return takes_packed and unpacks_weights(param.device) and weight.can_be_panels()
 
 
 def dequantised(

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from vllm.model_executor.layers.layernorm import LayerNorm
-from vllm.model_executor.model_loader.weight_utils import check_shape
 from vllm.model_executor.models.decoder_block import AttentionOptions, BlockLayout, PlainMLP
 from vllm.model_executor.models.decoder_model import DecoderForCausalLM
 from vllm.model_executor.models.utils import StackedParams
+from vllm.model_executor.utils import check_shape
 
 
 class FalconForCausalLM(DecoderForCausalLM):

@@ -11,11 +11,11 @@ from torch import nn
 
 from vllm.model_executor.layers.activation import SwigluOAIAndMul
 from vllm.model_executor.layers.fused_moe import RoutingRule
-from vllm.model_executor.model_loader.weight_utils import check_shape
 from vllm.model_executor.models.decoder_block import AttentionOptions
 from vllm.model_executor.models.decoder_model import DecoderForCausalLM
 from vllm.model_executor.models.mixture import make_moe, outputs_first
 from vllm.model_executor.models.qwen2 import layer_sliding_window
+from vllm.model_executor.utils import check_shape
 from vllm.ops.packed_linear import PackedExperts
 
 

@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 from vllm.model_executor.layers.mamba.lightning import LightningAttention
-from vllm.model_executor.model_loader.weight_utils import check_shape
 from vllm.model_executor.models.decoder_block import DecoderBlock
 from vllm.model_executor.models.decoder_loop import Stream
 from vllm.model_executor.models.decoder_model import HybridForCausalLM
 from vllm.model_executor.models.mixtral import MixtralForCausalLM
 from vllm.model_executor.models.utils import require_option
+from vllm.model_executor.utils import check_shape
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

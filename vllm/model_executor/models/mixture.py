@@ -9,8 +9,8 @@ from torch import nn
 
 from vllm.model_executor.layers.activation import get_act_and_mul_fn
 from vllm.model_executor.layers.fused_moe import PROJECTIONS, Experts, FusedMoE, RoutingRule
-from vllm.model_executor.model_loader.weight_utils import check_shape
 from vllm.model_executor.models.decoder_block import GatedMLP
+from vllm.model_executor.utils import check_shape
 
 NUMBERED_PROJECTIONS = ("w1", "w3", "w2")
 """Names of ``PROJECTIONS`` in Mixtral's and some other checkpoints."""

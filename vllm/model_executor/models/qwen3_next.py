@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from vllm.model_executor.model_loader.weight_utils import check_shape
 from vllm.model_executor.models.qwen2_moe import QWEN_MOE_NAMES, make_qwen_mlp
 from vllm.model_executor.models.qwen3_5 import Qwen3_5ForCausalLM
 from vllm.model_executor.models.utils import StackedParams
+from vllm.model_executor.utils import check_shape
 
 
 class Qwen3NextForCausalLM(Qwen3_5ForCausalLM):

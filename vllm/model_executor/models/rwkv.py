@@ -19,12 +19,11 @@ from vllm.model_executor.layers.layernorm import LayerNorm
 from vllm.model_executor.layers.linear import replicated_linear
 from vllm.model_executor.layers.mamba.recurrent_layer import RecurrentLayer
 from vllm.model_executor.layers.mamba.token_shift import TokenShift
-from vllm.model_executor.model_loader.weight_utils import check_shape
 from vllm.model_executor.models.decoder_block import BlockLayout, DecoderBlock
 from vllm.model_executor.models.decoder_loop import Stream
 from vllm.model_executor.models.decoder_model import DecoderForCausalLM
 from vllm.model_executor.models.utils import StackedParams
-from vllm.model_executor.utils import make_parameter
+from vllm.model_executor.utils import check_shape, make_parameter
 from vllm.ops.activations import sigmoid_gate
 from vllm.ops.layout import StateTensor
 from vllm.ops.wkv import wkv

@@ -12,10 +12,9 @@ from torch import nn
 
 from vllm.model_executor.layers.layernorm import LayerNorm
 from vllm.model_executor.layers.linear import ShardId
-from vllm.model_executor.model_loader.weight_utils import check_shape
 from vllm.model_executor.models.decoder_block import AttentionOptions, BlockLayout
 from vllm.model_executor.models.decoder_model import DecoderForCausalLM
-from vllm.model_executor.utils import set_weight_attrs
+from vllm.model_executor.utils import check_shape, set_weight_attrs
 
 
 class NormOfEachHead(LayerNorm):

@@ -12,17 +12,15 @@ from torch import nn
 
 from vllm.config.model_facts import config_value
 from vllm.logger import init_logger
-from vllm.model_executor.layers.fused_moe import Experts
-from vllm.model_executor.layers.linear import LinearBase, ShardId
+from vllm.model_executor.layers.linear import ShardId
+from vllm.model_executor.layers.weight import find_weight
 from vllm.model_executor.model_loader.weight_utils import (
-    WeightShapeError,
     check_dtype,
     dequantised,
     each_once,
-    stays_packed,
     weight_loader_of,
 )
-from vllm.model_executor.utils import UnsupportedConfigError
+from vllm.model_executor.utils import UnsupportedConfigError, WeightFormatError, WeightShapeError
 from vllm.ops.packed_linear import CutGroupError, PackedExperts, PackedWeight
 from vllm.sequence import IntermediateTensors
 
@@ -239,7 +237,12 @@ class AutoWeightsLoader:
             unexpected += zero_biases
         missing, doubled = self._compare_layouts(loaded)
         self._check_complete(missing, unexpected + doubled)
-        self._settle_packed()
+        if self.num_packed or self.num_dequantised:
+            logger.info(
+                "Quantised weights: %d stay as they are stored, %d were dequantised.",
+                self.num_packed,
+                self.num_dequantised,
+            )
         for prefix, count in skipped.items():
             logger.info(
                 "Skipped %d weights named %s*: this engine does not use them.", count, prefix
@@ -248,17 +251,6 @@ class AutoWeightsLoader:
 
     def _own_name(self, written: str) -> str:
         return written if written in self.targets else self.base_prefix + written
-
-    def _settle_packed(self) -> None:
-        for layer in self.module.modules():
-            if isinstance(layer, LinearBase | Experts):
-                layer.settle_parts()
-        if self.num_packed or self.num_dequantised:
-            logger.info(
-                "Quantised weights: %d stay as they are stored, %d were dequantised.",
-                self.num_packed,
-                self.num_dequantised,
-            )
 
     def _compare_layouts(self, loaded: set[str]) -> tuple[list[str], list[str]]:
         """Names that are missing, and those of a parameter that lies there in a second way too."""
@@ -282,7 +274,8 @@ class AutoWeightsLoader:
             is_right = isinstance(tensor, PackedWeight) and tensor.outputs_first
             convert = None if self.floats_are_transposed and is_right else convert
             can_convert = convert is None or is_known
-            is_kept = can_convert and stays_packed(target.param, tensor)
+            weight = find_weight(target.param)
+            is_kept = can_convert and weight is not None and weight.keeps(tensor)
             self.num_packed += is_kept
             self.num_dequantised += not is_kept
             tensor = tensor if is_kept else dequantised(name, tensor, target.param.dtype)
@@ -301,7 +294,7 @@ class AutoWeightsLoader:
             raise ValueError(
                 f"weight {name!r} {error}: the checkpoint and its config.json disagree"
             ) from error
-        except CutGroupError as error:
+        except (CutGroupError, WeightFormatError) as error:
             raise ValueError(f"weight {name!r} {error}") from error
 
     @staticmethod

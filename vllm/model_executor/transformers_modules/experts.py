@@ -1,8 +1,8 @@
 """Experts of transformers' mixtures over our product: one expert after another, row by row.
 
 transformers keeps the experts of a layer in one tensor and looks up who multiplies with it. Here
-each expert's part is a linear layer of ours, so that weights are packed, and a token's bits do not
-depend on how many others chose the same expert.
+each expert's part is a linear layer of ours, so that weights lie in panels, and a token's bits do
+not depend on how many others chose the same expert.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from torch import nn
 
 from vllm.model_executor.layers.fused_moe import RoutedLayer, tokens_at_once
 from vllm.model_executor.transformers_modules.mlps import shared_activation
-from vllm.model_executor.transformers_modules.parts import PackedLinear
+from vllm.model_executor.transformers_modules.parts import PanelLinear
 from vllm.ops.experts import SortedPairs, combine_experts, sort_by_expert
 
 EXPERTS = "vllm_experts"
 """``experts_implementation`` of modules whose experts are ours."""
 
 
-class PackedExperts(RoutedLayer):
+class TransformersExperts(RoutedLayer):
     """The experts of one layer. up: to [gate | up], or up alone; down: back to the stream.
 
     between: from the one product to the other.
@@ -33,8 +33,8 @@ class PackedExperts(RoutedLayer):
 
     def __init__(
         self,
-        up: list[PackedLinear],
-        down: list[PackedLinear],
+        up: list[PanelLinear],
+        down: list[PanelLinear],
         between: Callable[[torch.Tensor], torch.Tensor],
     ) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ def replace_experts(model: Any) -> int:
         between = module._apply_gate if module.has_gate else module.act_fn
         size, like = up[0].out_features, getattr(module, up_name)
         ours = shared_activation(between, size, module.has_gate, like)
-        module.packed_experts = PackedExperts(up, down, ours or between)
+        module.engine_experts = TransformersExperts(up, down, ours or between)
         for name in (up_name, "down_proj", f"{up_name}_bias", "down_proj_bias"):
             if getattr(module, name, None) is not None:
                 setattr(module, name, None)
@@ -93,14 +93,14 @@ def _is_known(module: Any) -> bool:
     return all(isinstance(weight, nn.Parameter) and weight.dim() == 3 for weight in weights)
 
 
-def _split(module: Any, name: str) -> list[PackedLinear]:
+def _split(module: Any, name: str) -> list[PanelLinear]:
     """One linear layer for each expert, in the memory of all of them where it can be."""
     weights = getattr(module, name).data
     if module.is_transposed:
         weights = weights.transpose(1, 2).contiguous()
     biases = getattr(module, f"{name}_bias").data if module.has_bias else [None] * len(weights)
     return [
-        PackedLinear(_parameter(weight), None if bias is None else _parameter(bias), name)
+        PanelLinear(_parameter(weight), None if bias is None else _parameter(bias))
         for weight, bias in zip(weights, biases, strict=True)
     ]
 
@@ -119,7 +119,7 @@ def _run_experts(
 
     -> [tokens, hidden]: outputs times weights, added up in the order of k.
     """
-    experts: PackedExperts = module.packed_experts
+    experts: TransformersExperts = module.engine_experts
     num_tokens, num_chosen = top_k_index.shape
     experts.top_k = num_chosen
     experts.tell_choice(top_k_index, top_k_weights)

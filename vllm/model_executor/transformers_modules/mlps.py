@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from vllm.model_executor.layers.activation import get_act_and_mul_fn, get_act_fn
-from vllm.model_executor.transformers_modules.parts import PackedLinear, dense_rows, unit_of
+from vllm.model_executor.transformers_modules.parts import PanelLinear, dense_rows, unit_of
 
 _GATES = ("silu", "gelu", "gelu_pytorch_tanh")
 _PLAIN = ("relu", "gelu", "gelu_pytorch_tanh", "relu2")
@@ -45,14 +45,14 @@ class SharedMLP:
     def __init__(
         self,
         module: nn.Module,
-        inner: tuple[PackedLinear, ...],
+        inner: tuple[PanelLinear, ...],
         activation: nn.Module,
-        down: PackedLinear,
+        down: PanelLinear,
     ) -> None:
         self._plain = module.forward
         self._modules = list(module.modules())[1:]
         self._inner, self._activation, self._down = inner, activation, down
-        self._dtype = down._parameters["weight"].dtype  # type: ignore[union-attr]
+        self._dtype = down.rows.parameter.dtype
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """[..., hidden] -> the same shape."""
@@ -65,8 +65,9 @@ class SharedMLP:
         wide = rows.new_empty((len(rows), sum(linear.out_features for linear in self._inner)))
         start = 0
         for linear in self._inner:
-            linear.multiply_rows(rows, wide[:, start : start + linear.out_features])
-            start += linear.out_features
+            end = start + linear.out_features
+            linear.rows.multiply_into(rows, linear.bias, wide[:, start:end])
+            start = end
         output: torch.Tensor = self._down(self._activation(wide))
         return output.view(*x.shape[:-1], output.shape[-1])
 
@@ -111,8 +112,8 @@ def _agree(
 class _Arrangement(NamedTuple):
     """Which products read the MLP's input, in the order of their results, and which comes last."""
 
-    inner: tuple[PackedLinear, ...]
-    down: PackedLinear
+    inner: tuple[PanelLinear, ...]
+    down: PanelLinear
 
     @property
     def size(self) -> int:
@@ -124,14 +125,13 @@ class _Arrangement(NamedTuple):
 
 
 def _mlp_like(module: nn.Module) -> SharedMLP | None:
-    products = [child for child in module.children() if type(child) is PackedLinear]
+    products = [child for child in module.children() if type(child) is PanelLinear]
     own = [p for m in module.modules() if m not in products for p in m.parameters(recurse=False)]
     if own or len(products) not in (2, 3) or "forward" in vars(module):
         return None
-    weights = [product._parameters["weight"] for product in products]
-    if len({weight.dtype for weight in weights if weight is not None}) != 1:
+    weights = [product.rows.parameter for product in products]
+    if len({weight.dtype for weight in weights}) != 1:
         return None
-    assert weights[0] is not None
     for arrangement in _arrangements(products):
         between = _Between(module, arrangement)
         try:
@@ -143,7 +143,7 @@ def _mlp_like(module: nn.Module) -> SharedMLP | None:
     return None
 
 
-def _arrangements(products: list[PackedLinear]) -> Iterator[_Arrangement]:
+def _arrangements(products: list[PanelLinear]) -> Iterator[_Arrangement]:
     for *inner, down in permutations(products):
         one = _Arrangement(tuple(inner), down)
         reads_alike = len({linear.in_features for linear in inner}) == 1
@@ -190,7 +190,7 @@ class _Between:
 
 
 @contextmanager
-def _forwards(stubs: dict[PackedLinear, Callable[[torch.Tensor], torch.Tensor]]) -> Iterator[None]:
+def _forwards(stubs: dict[PanelLinear, Callable[[torch.Tensor], torch.Tensor]]) -> Iterator[None]:
     """Inside the block modules compute something else."""
     try:
         for module, stub in stubs.items():

@@ -27,7 +27,7 @@ from vllm.model_executor.transformers_modules.experts import replace_experts
 from vllm.model_executor.transformers_modules.loading import load_causal_lm
 from vllm.model_executor.transformers_modules.mlps import replace_mlps
 from vllm.model_executor.transformers_modules.one_by_one import OneByOne
-from vllm.model_executor.transformers_modules.packed import PackedSequences
+from vllm.model_executor.transformers_modules.one_sequence import OneSequence
 from vllm.model_executor.transformers_modules.parts import replace_linear_layers, replace_norms
 from vllm.model_executor.transformers_modules.positions import follow_lengths
 from vllm.model_executor.transformers_modules.rotations import replace_rotations
@@ -294,7 +294,7 @@ def _row_by_row(x: torch.Tensor) -> Any:
 
 
 _WAYS: list[tuple[str, Callable[..., Sequences]]] = [
-    ("all requests of a step as one sequence", PackedSequences),
+    ("all requests of a step as one sequence", OneSequence),
     ("one request after another", OneByOne),
     ("one request after another, positions given", partial(OneByOne, gives_positions=True)),
     (

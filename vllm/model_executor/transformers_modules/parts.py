@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import torch
 from torch import nn
 
+from vllm.model_executor.layers.layer import Layer
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm, LayerNorm, RMSNorm
-from vllm.model_executor.layers.linear import LinearBase
-from vllm.ops.linear import linear, make_panels, prefers_panels, weight_of_panels
+from vllm.model_executor.layers.weight import Weight, weight_of
 
 
 def dense_rows(x: torch.Tensor) -> torch.Tensor:
@@ -21,99 +20,70 @@ def dense_rows(x: torch.Tensor) -> torch.Tensor:
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
-class PackedLinear(LinearBase):
+class PanelLinear(Layer):
     """``nn.Linear`` over our product: the same bits for any number of rows, weights in panels.
 
     Whoever reads ``weight`` gets [out, in], also when it lies in panels; one that was read by
-    others before it was to be packed stays as it is.
+    others before it was finished stays in rows.
     """
 
-    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, prefix: str) -> None:
-        rows, columns = weight.shape
-        with torch.device("meta"):
-            super().__init__(
-                rows,
-                columns,
-                bias=False,
-                skip_bias_add=False,
-                params_dtype=weight.dtype,
-                quant_config=None,
-                prefix=prefix,
-                return_bias=False,
-            )
-        self.in_features, self.out_features = columns, rows
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
         self.weight = weight
         self.bias = bias
-        self.stays_as_it_is = False
-        """Something else reads the weight too."""
+        weight_of(weight)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "weight":
-            panels = self._parameters.get("panels")
-            if panels is not None:
-                return weight_of_panels(panels, self.out_features, self.in_features)
-            self.stays_as_it_is = True
+        parameter = self._parameters.get(name)
+        if name == "weight" and parameter is not None:
+            weight = weight_of(parameter)
+            if not weight.is_in_rows:
+                return weight.look_up(torch.arange(self.out_features, device=parameter.device))
+            weight.stays_in_rows = True
         return super().__getattr__(name)
 
-    def pack_weight(self) -> None:
-        weight = self._parameters["weight"]
-        assert weight is not None
-        if not self.stays_as_it_is and prefers_panels(weight.device):
-            self.panels = nn.Parameter(make_panels(weight.data), requires_grad=False)
-            del self._parameters["weight"]
+    @property
+    def rows(self) -> Weight:
+        """The weight, for nobody who reads its parameter."""
+        parameter = self._parameters["weight"]
+        assert parameter is not None
+        return weight_of(parameter)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in_features] -> [..., out_features]."""
-        rows = dense_rows(x)
-        out = rows.new_empty((len(rows), self.out_features))
-        self.multiply_rows(rows, out)
+        out = self.rows.multiply(dense_rows(x), self.bias)
         return out.view(*x.shape[:-1], self.out_features)
-
-    def multiply_rows(self, rows: torch.Tensor, out: torch.Tensor) -> None:
-        """rows: [rows, in_features] -> out: [rows, out_features], strided."""
-        weight = self._parameters.get("panels")
-        if weight is None:
-            weight = self._parameters["weight"]
-        assert weight is not None
-        linear(rows, weight, self.bias, out)
 
 
 def replace_linear_layers(model: nn.Module) -> int:
     """Put ours in the place of every plain ``nn.Linear`` of ``model``; how many there were."""
-    owners = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
-
-    def make(module: nn.Module, name: str) -> PackedLinear | None:
-        ours = _as_ours(module, name)
-        if ours is not None:
-            ours.stays_as_it_is = owners[id(ours._parameters["weight"])] > 1
-        return ours
-
-    return _replace(model, make)
+    return _replace(model, _as_ours)
 
 
-def _replace(model: nn.Module, make: Callable[[nn.Module, str], nn.Module | None]) -> int:
-    """Put what ``make`` makes of a module and its name in its place, wherever that is; how many."""
+def _replace(model: nn.Module, make: Callable[[nn.Module], nn.Module | None]) -> int:
+    """Put what ``make`` makes of a module in its place, wherever that is; how many."""
     made: dict[int, nn.Module | None] = {}
-    for prefix, parent in list(model.named_modules()):
+    for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if id(child) not in made:
-                made[id(child)] = make(child, f"{prefix}.{name}")
+                made[id(child)] = make(child)
             ours = made[id(child)]
             if ours is not None:
                 setattr(parent, name, ours)
     return sum(ours is not None for ours in made.values())
 
 
-def _as_ours(module: nn.Module, prefix: str) -> PackedLinear | None:
+def _as_ours(module: nn.Module) -> PanelLinear | None:
     from transformers.pytorch_utils import Conv1D
 
     if module._forward_hooks or module._forward_pre_hooks:
         return None
     if type(module) is nn.Linear:
-        return PackedLinear(cast(nn.Parameter, module.weight), module.bias, prefix)
+        return PanelLinear(cast(nn.Parameter, module.weight), module.bias)
     if isinstance(module, Conv1D):  # GPT-2's, whose weight is [in, out]
         turned = module.weight.data.T.contiguous()
-        return PackedLinear(nn.Parameter(turned, requires_grad=False), module.bias, prefix)
+        return PanelLinear(nn.Parameter(turned, requires_grad=False), module.bias)
     return None
 
 
@@ -154,7 +124,7 @@ def replace_norms(model: nn.Module) -> int:
 
     What a class computes is not read off its name: both are tried on some rows.
     """
-    return _replace(model, lambda module, name: _norm_like(module))
+    return _replace(model, _norm_like)
 
 
 def _norm_like(module: nn.Module) -> nn.Module | None:

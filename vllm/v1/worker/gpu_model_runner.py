@@ -26,8 +26,7 @@ from vllm.logger import init_logger
 from vllm.model_executor.captures import make_fields
 from vllm.model_executor.layers.attention import AttentionLayerBase
 from vllm.model_executor.layers.fused_moe import Experts
-from vllm.model_executor.layers.layer import ReorderedLayer, settle_attributes
-from vllm.model_executor.layers.vocab_parallel_embedding import pack_heads
+from vllm.model_executor.layers.layer import settle_attributes
 from vllm.model_executor.model_loader.loader import get_model
 from vllm.model_executor.models.interfaces import (
     KnowsHeadInput,
@@ -113,7 +112,7 @@ class GPUModelRunner:
     def load_model(self) -> None:
         """Build the model with its weights, and the proposer when hidden states are extracted."""
         with set_current_vllm_config(self.vllm_config):
-            self.model = get_model(vllm_config=self.vllm_config, packs=True)
+            self.model = get_model(vllm_config=self.vllm_config)
             if self.vllm_config.model_config.enable_prompt_embeds:
                 check_takes_embeds(self.model)
             fields = make_fields(self.model, self.vllm_config.model_config)
@@ -122,11 +121,7 @@ class GPUModelRunner:
                 self.proposer = ExtractHiddenStatesProposer(
                     self.vllm_config, self.device, self, fields
                 )
-        for module in self.model.modules():
-            if isinstance(module, ReorderedLayer):
-                module.pack_weight()
-        pack_heads(self.model, self.vllm_config.model_config.head_quantization)
-        return_freed_memory()  # weights in their form before packing
+        return_freed_memory()  # weights in the form that they had before they were finished
         self._is_all_ours = is_all_ours(self.model)
         if self._is_all_ours:
             settle_attributes(self.model)

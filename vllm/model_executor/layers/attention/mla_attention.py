@@ -7,15 +7,26 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from vllm.distributed.parallel_state import get_tensor_model_parallel_world_size
+from vllm.distributed.parallel_state import (
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
+)
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase, register_layer
-from vllm.model_executor.layers.layer import Layer, ReorderedLayer
-from vllm.model_executor.layers.linear import divide, load_part
+from vllm.model_executor.layers.layer import Layer
+from vllm.model_executor.layers.linear import divide
+from vllm.model_executor.layers.weight import Weight, weight_of
+from vllm.model_executor.layers.weight_share import Run, Share, Stored
 from vllm.model_executor.utils import make_parameter
 from vllm.ops.attention import write_kv
 from vllm.ops.backends import check_attention_backend, get_paged_attention
-from vllm.ops.linear import linear_by_head, make_panels, prefers_panels
+from vllm.ops.linear import (
+    linear,
+    linear_by_head,
+    make_panels,
+    prefers_panels,
+    weight_of_panels,
+)
 from vllm.platforms.interface import asked_attention_backend
 from vllm.v1.kv_cache_interface import PAGE_TOKENS, MLAAttentionSpec
 
@@ -29,10 +40,67 @@ _MOST_QUERY_BYTES = 64 * 2**20
 """Of the queries that are in the latents' space at a time: they are several times as wide."""
 
 
-class LatentExpansion(ReorderedLayer):
+class LatentFactors(Weight):
+    """``kv_b_proj`` [heads * (key_size + value_size), rank], head by head a key's rows, then a
+    value's. Finished it is two factors, each with a product for every head.
+
+    keys: [heads, rank, key_size], values: [heads, value_size, rank], or their panels.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+
+    def __init__(self, parameter: nn.Parameter, heads: int, key_size: int) -> None:
+        super().__init__(parameter, stays_in_rows=True)
+        self._heads, self._key_size = heads, key_size
+
+    def finish(self) -> None:
+        super().finish()
+        self.keys, self.values = self._part(self.parameter.data)
+        self.parameter.data = self.parameter.data.new_empty((0, self.shape[1]))
+
+    def _part(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        by_head = rows.view(self._heads, -1, self.shape[1])
+        keys = by_head[:, : self._key_size].transpose(1, 2).contiguous()
+        values = by_head[:, self._key_size :].contiguous()
+        if prefers_panels(rows.device):
+            return make_panels(keys), make_panels(values)
+        return keys, values
+
+    def multiply_into(
+        self, x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, table: int = 0
+    ) -> None:
+        linear(x, self._floats(table), bias, out)
+
+    @property
+    def num_bytes(self) -> int:
+        factors = self.keys.nbytes + self.values.nbytes if self.is_finished else 0
+        return self.parameter.nbytes + factors
+
+    def _floats(self, table: int) -> torch.Tensor:
+        if not self.is_finished:
+            return super()._floats(table)
+        rank, sizes = self.shape[1], (self._key_size, self.shape[0] // self._heads - self._key_size)
+        keys, values = self.keys, self.values
+        if keys.dim() > 3:
+            keys = weight_of_panels(keys, rank, sizes[0])
+            values = weight_of_panels(values, sizes[1], rank)
+        return torch.cat((keys.transpose(1, 2), values), dim=1).flatten(0, 1)
+
+    def _write(self, rows: Stored, first: int, table: int) -> None:
+        if not self.is_finished:
+            super()._write(rows, first, table)
+            return
+        assert isinstance(rows, torch.Tensor)
+        whole = self._floats(table)
+        whole[first : first + len(rows)].copy_(rows)
+        for factor, new in zip((self.keys, self.values), self._part(whole), strict=True):
+            factor.copy_(new)
+
+
+class LatentExpansion(Layer):
     """What makes keys and values of latents, the checkpoint's ``kv_b_proj``, in two factors.
 
-    ``weight``: [heads * (key_size + value_size), rank], head by head a key's rows, then a value's.
     Neither is multiplied with latents: :meth:`absorb_queries` brings queries into their space, and
     :meth:`expand_values` what was mixed there out of it. heads: of all ranks.
     """
@@ -42,35 +110,32 @@ class LatentExpansion(ReorderedLayer):
         ranks = get_tensor_model_parallel_world_size()
         self.heads = divide(heads, ranks, f"the heads of {prefix!r}")
         self.rank, self.key_size, self.value_size = rank, key_size, value_size
-        self.weight = make_parameter(
-            torch.empty(self.heads * (key_size + value_size), rank), load_part
-        )
-        self.factors: nn.ParameterList | None = None
+        rows = self.heads * (key_size + value_size)
+        start = get_tensor_model_parallel_rank() * rows
+        self.share = Share((ranks * rows, rank), (Run(start, rows, 0),))
+        self.weight = make_parameter(torch.empty(rows, rank), self.weight_loader)
+        LatentFactors(self.weight, self.heads, key_size)
 
-    def pack_weight(self) -> None:
-        """Part the loaded weight into its factors; afterwards they alone are there."""
-        by_head = self.weight.data.view(self.heads, -1, self.rank)
-        keys = by_head[:, : self.key_size].transpose(1, 2).contiguous()
-        values = by_head[:, self.key_size :].contiguous()
-        if prefers_panels(self.weight.device):
-            keys, values = (make_panels(keys), make_panels(values))
-        parameters = (make_parameter(part) for part in (keys, values))
-        self.factors = nn.ParameterList(parameters)
-        self.weight = make_parameter(self.weight.data.new_empty((0, self.rank)))
+    def weight_loader(self, param: nn.Parameter, loaded_weight: torch.Tensor) -> None:
+        """Keep the rows of this rank's heads."""
+        weight_of(param).load([(loaded_weight, self.share)])
+
+    @property
+    def factors(self) -> LatentFactors:
+        """The weight."""
+        weight = weight_of(self.weight)
+        assert isinstance(weight, LatentFactors)
+        return weight
 
     def absorb_queries(self, heads: slice, query: torch.Tensor, out: torch.Tensor) -> None:
         """``query K`` for those heads: [tokens, heads, key_size] -> out [tokens, heads, rank]."""
-        linear_by_head(query, self._factor(0, heads), out)
+        linear_by_head(query, self._of_heads(self.factors.keys, heads), out)
 
     def expand_values(self, heads: slice, mixed: torch.Tensor, out: torch.Tensor) -> None:
         """``V mixed``: [tokens, heads, rank] -> out [tokens, heads, value_size]."""
-        linear_by_head(mixed, self._factor(1, heads), out)
+        linear_by_head(mixed, self._of_heads(self.factors.values, heads), out)
 
-    def _factor(self, which: int, heads: slice) -> torch.Tensor:
-        if self.factors is None:  # of models that load in a way of their own
-            self.pack_weight()
-        assert self.factors is not None
-        factor: torch.Tensor = self.factors[which]
+    def _of_heads(self, factor: torch.Tensor, heads: slice) -> torch.Tensor:
         return factor if heads.stop - heads.start >= self.heads else factor[heads]
 
 

@@ -10,8 +10,7 @@ from torch import nn
 from vllm.distributed.parallel_state import get_tensor_model_parallel_world_size
 from vllm.model_executor.layers.layer import Layer
 from vllm.model_executor.layers.linear import of_this_rank
-from vllm.model_executor.model_loader.weight_utils import check_shape
-from vllm.model_executor.utils import UnsupportedConfigError, make_parameter
+from vllm.model_executor.utils import UnsupportedConfigError, check_shape, make_parameter
 from vllm.ops.layout import new_rows_apart
 from vllm.ops.recurrent import causal_conv1d
 

@@ -21,8 +21,7 @@ from vllm.model_executor.layers.linear import (
 )
 from vllm.model_executor.layers.mamba.causal_conv import CausalConv1d
 from vllm.model_executor.layers.mamba.recurrent_layer import RecurrentLayer
-from vllm.model_executor.model_loader.weight_utils import check_shape
-from vllm.model_executor.utils import make_parameter
+from vllm.model_executor.utils import check_shape, make_parameter
 from vllm.ops.layout import StateTensor
 from vllm.ops.linear import linear_by_head
 from vllm.ops.selective_scan import selective_scan

@@ -13,8 +13,7 @@ from vllm.model_executor.layers.layer import Layer
 from vllm.model_executor.layers.layernorm import LayerNorm
 from vllm.model_executor.layers.linear import merged_linear, row_linear
 from vllm.model_executor.layers.mamba.recurrent_layer import RecurrentLayer
-from vllm.model_executor.model_loader.weight_utils import check_shape
-from vllm.model_executor.utils import make_parameter, set_weight_attrs
+from vllm.model_executor.utils import check_shape, make_parameter, set_weight_attrs
 from vllm.ops.activations import sigmoid_gate
 from vllm.ops.layout import StateTensor
 from vllm.ops.mlstm import mlstm

@@ -22,8 +22,7 @@ from vllm.model_executor.layers.linear import (
 )
 from vllm.model_executor.layers.mamba.causal_conv import CausalConv1d
 from vllm.model_executor.layers.mamba.recurrent_layer import RecurrentLayer
-from vllm.model_executor.model_loader.weight_utils import check_shape
-from vllm.model_executor.utils import make_parameter
+from vllm.model_executor.utils import check_shape, make_parameter
 from vllm.ops.layout import StateTensor
 from vllm.ops.linear import linear
 from vllm.ops.linear_recurrence import gated_linear_recurrence

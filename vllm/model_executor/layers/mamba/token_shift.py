@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 from vllm.model_executor.layers.layer import Layer
-from vllm.model_executor.model_loader.weight_utils import check_shape
-from vllm.model_executor.utils import make_parameter
+from vllm.model_executor.utils import check_shape, make_parameter
 from vllm.ops.recurrent import causal_conv1d
 
 if TYPE_CHECKING:

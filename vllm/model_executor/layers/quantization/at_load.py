@@ -13,7 +13,6 @@ from torch.nn import functional
 
 from vllm.config import get_current_vllm_config_or_none
 from vllm.model_executor.layers.quantization.storage_format import join_halves
-from vllm.model_executor.model_loader.weight_utils import stays_packed
 from vllm.ops.packed_linear import INT4_VALUES, PackedWeight
 from vllm.utils.checked import is_unset
 
@@ -32,14 +31,6 @@ def quantise_of_current_config() -> Quantise | None:
         return None
     method = config.model_config.quantise_at_load
     return None if method is None else METHODS[method]
-
-
-def quantised_for(
-    param: torch.Tensor, weight: torch.Tensor, quantise: Quantise
-) -> torch.Tensor | PackedWeight:
-    """``weight`` [m, n] rounded: packed where ``param`` takes that, else as floats of its dtype."""
-    quantised = quantise(weight)
-    return quantised if stays_packed(param, quantised) else quantised.dequantise(param.dtype)
 
 
 def to_int4(weight: torch.Tensor) -> PackedWeight:

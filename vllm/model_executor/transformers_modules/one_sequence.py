@@ -40,7 +40,7 @@ logger = init_logger(__name__)
 _SURVEY_TOKENS = 7
 
 
-class PackedSequences(Sequences):
+class OneSequence(Sequences):
     """Runs a transformers decoder on the flat batch of a step."""
 
     def __init__(

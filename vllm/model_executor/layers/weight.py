@@ -1,0 +1,297 @@
+"""A weight of a layer, from a checkpoint's tensor to products and look-ups.
+
+    tensor of a checkpoint   floats, or codes of a storage format
+      -> Share               the rows, and their columns, that the layer gets
+      -> Weight.put          they lie at their places; any piece, in any order
+      -> Weight.finish       once, when all are there: the form that products read
+      -> multiply, look_up   in whatever form
+      <- replace             other values for some of the rows, while an engine runs
+
+A parameter of a module is the name of its weight, from the making of the module to its end
+(:func:`weight_of`); what lies in the parameter is the weight's affair.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+
+import torch
+from torch import nn
+
+from vllm.model_executor.layers.layer import Layer
+from vllm.model_executor.layers.quantization.at_load import Quantise
+from vllm.model_executor.layers.weight_parts import (
+    Part,
+    check_is_float,
+    make_parts,
+    read_rows,
+    rows_at,
+    write_rows,
+)
+from vllm.model_executor.layers.weight_share import Piece, Share, Stored
+from vllm.model_executor.utils import check_shape, set_weight_attrs
+from vllm.ops.linear import empty_panels, linear, make_panels, prefers_panels
+from vllm.ops.packed_linear import PackedExperts, PackedWeight, unpacks_weights
+
+_ATTRIBUTE = "named_weight"
+"""Of a parameter: the weight that it is the name of."""
+
+
+class Weight:
+    """Rows [m, n], or a table of them for each expert [tables, m, n].
+
+    It lies in one of three forms. *Rows*: in the parameter, as in a float checkpoint, while it
+    loads, and afterwards where products read rows or something else reads the parameter. *Panels*
+    (:mod:`vllm.ops.linear`): in the parameter too. *Parts*: rows that came as codes and stay so,
+    and floats between them; the parameter is empty.
+
+    quantise: what floats become as they arrive. keeps_codes: codes stay as they are where products
+    unpack them. stays_in_rows: something else reads the parameter.
+    """
+
+    def __init__(
+        self,
+        parameter: nn.Parameter,
+        *,
+        quantise: Quantise | None = None,
+        keeps_codes: bool = False,
+        stays_in_rows: bool = False,
+    ) -> None:
+        set_weight_attrs(parameter, {_ATTRIBUTE: self})
+        self.parameter = parameter
+        self.shape = tuple(parameter.shape)
+        self.quantise, self.keeps_codes = quantise, keeps_codes
+        self.stays_in_rows = stays_in_rows
+        self.is_finished = False
+        self._arrives_in_panels = False
+        self._panels: torch.Tensor | None = None  # while it loads
+        self._codes: defaultdict[int, dict[int, PackedWeight]] = defaultdict(dict)  # likewise
+        self._parts: tuple[tuple[Part, ...], ...] | None = None
+
+    # ---- it loads
+
+    def begin(self) -> None:
+        """All values will come through :meth:`put`: floats become panels at once, where they end
+        as such, so that a value is read once and written once.
+
+        The parameter has no memory meanwhile; whoever reads it finds no number.
+        """
+        if self._ends_in_panels:
+            nothing = self.parameter.data.new_full((), torch.nan)
+            self.parameter.data = nothing.expand(self.shape)
+            self._arrives_in_panels = True
+
+    def keeps(self, stored: PackedWeight | PackedExperts) -> bool:
+        """Whether codes stay as they are; else they have to be dequantised before they come."""
+        return self.keeps_codes and self._unpacks(stored)
+
+    def _unpacks(self, stored: PackedWeight | PackedExperts) -> bool:
+        return unpacks_weights(self.parameter.device) and stored.can_be_panels()
+
+    def as_kept(self, stored: Stored) -> Stored:
+        """Rows as :meth:`put` takes them: codes dequantised unless they stay, floats quantised if
+        they have to be."""
+        if isinstance(stored, PackedWeight):
+            codes, is_kept = stored, self.keeps(stored)
+        elif self.quantise is not None:
+            codes = self.quantise(stored)
+            is_kept = self._unpacks(codes)
+        else:
+            return stored
+        return codes if is_kept else codes.dequantise(self.parameter.dtype)
+
+    def load(self, arrivals: Iterable[tuple[Stored, Share]]) -> None:
+        """Take the shares of tensors of a checkpoint: :meth:`put` them, or, of a weight that is
+        finished, :meth:`replace` its rows."""
+        pieces = (piece for arrival in arrivals for piece in self._pieces(*arrival))
+        if self.is_finished:
+            self.replace(pieces)
+        else:
+            for piece in pieces:
+                self.put(*piece)
+
+    def _pieces(self, stored: Stored, share: Share) -> Iterator[Piece]:
+        share.check(stored)
+        return share.pieces(self.as_kept(stored))
+
+    def put(self, stored: Stored, row: int = 0, table: int = 0) -> None:
+        """Have ``stored`` [k, n] from ``row`` on."""
+        assert not self.is_finished, "a finished weight changes by replace() alone"
+        if isinstance(stored, PackedWeight):
+            self._codes[table][row] = stored
+            return
+        if self._arrives_in_panels and self._panels is None:
+            self._panels = empty_panels(self.parameter)
+        self._write(stored, row, table)
+
+    def finish(self) -> None:
+        """All values are there: take the form that products read, and let go of the rest."""
+        assert not self.is_finished
+        parameter = self.parameter
+        if self._codes:
+            self._parts = tuple(self._make_parts(table) for table in range(self._num_tables))
+            self._codes.clear()
+            parameter.data = parameter.data.new_empty((0, *self.shape[1:]))
+        elif self._panels is not None:
+            parameter.data = self._panels
+        elif self._ends_in_panels:
+            parameter.data = make_panels(parameter.data)
+        self._panels, self.is_finished = None, True
+
+    def quantise_rows(self, quantise: Quantise) -> None:
+        """Round what is there, floats in rows, and what comes."""
+        self.quantise = quantise
+        self.put(self.as_kept(self.parameter.data))
+
+    # ---- it serves
+
+    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """``x @ rows.T + bias``: [tokens, n] -> [tokens, m]."""
+        out = x.new_empty((x.shape[0], self.shape[-2]))
+        self.multiply_into(x, bias, out)
+        return out
+
+    def multiply_into(
+        self, x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, table: int = 0
+    ) -> None:
+        """The same, of one of the tables, into ``out`` [tokens, m], strided."""
+        if self._parts is not None:
+            for part in self._parts[table]:
+                part.multiply(x, bias, out)
+        elif len(self.shape) == 2:
+            linear(x, self.parameter, bias, out)
+        else:
+            linear(x, self.parameter[table], bias, out)
+
+    def look_up(self, rows: torch.Tensor, table: int = 0) -> torch.Tensor:
+        """Rows ``rows``, int64 [k], as floats: a new tensor [k, n]."""
+        num_rows, terms = self.shape[-2:]
+        if self._parts is None:
+            return rows_at(self._floats(table), rows, num_rows, terms)
+        parts = self._parts[table]
+        if len(parts) == 1:
+            return parts[0].look_up(rows, self.parameter.dtype)
+        found = self.parameter.new_empty((len(rows), terms))
+        for part in parts:
+            here = (rows >= part.start) & (rows < part.end)
+            found[here] = part.look_up(rows[here] - part.start, found.dtype)
+        return found
+
+    @property
+    def is_in_rows(self) -> bool:
+        """Whether the parameter holds all of them, as in a float checkpoint."""
+        return self._parts is None and self.parameter.dim() == len(self.shape)
+
+    @property
+    def has_codes(self) -> bool:
+        """Whether rows of it are codes."""
+        return bool(self._codes) or self._parts is not None
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that it takes."""
+        parts = (part for table in self._parts or () for part in table)
+        return self.parameter.nbytes + sum(part.num_bytes for part in parts)
+
+    # ---- it changes
+
+    def replace(self, pieces: Iterable[Piece]) -> None:
+        """Have these rows, where they lie now, as if they had been loaded.
+
+        WeightShapeError, WeightFormatError: they do not fit there. Nothing has changed then.
+        """
+        assert self.is_finished
+        writes = [write for piece in list(pieces) for write in self._writes(piece)]
+        for write in writes:
+            write()
+
+    def _writes(self, piece: Piece) -> Iterator[Callable[[], None]]:
+        stored, row, table = piece
+        num_rows, terms = self.shape[-2:]
+        check_shape(stored, (min(stored.shape[0], num_rows - row), terms))
+        if self._parts is None:
+            check_is_float(stored, self.parameter.dtype)
+            yield partial(self._write, *piece)
+            return
+        for part in self._parts[table]:
+            first, end = max(row, part.start), min(row + stored.shape[0], part.end)
+            if first < end:
+                rows = stored.narrow(0, first - row, end - first)
+                part.check(rows, first - part.start)
+                yield partial(part.write, rows, first - part.start)
+
+    # ---- where floats lie
+
+    @property
+    def _num_tables(self) -> int:
+        return self.shape[0] if len(self.shape) == 3 else 1
+
+    @property
+    def _ends_in_panels(self) -> bool:
+        return not self.stays_in_rows and prefers_panels(self.parameter.device)
+
+    def _floats(self, table: int) -> torch.Tensor:
+        """Rows, or panels, of that table."""
+        floats = self.parameter.data if self._panels is None else self._panels
+        return floats if len(self.shape) == 2 else floats[table]
+
+    def _write(self, rows: Stored, first: int, table: int) -> None:
+        assert isinstance(rows, torch.Tensor)
+        write_rows(self._floats(table), first, rows, self.shape[-2])
+
+    def _make_parts(self, table: int) -> tuple[Part, ...]:
+        num_rows, terms = self.shape[-2:]
+
+        def floats(first: int, end: int) -> torch.Tensor:
+            return read_rows(self._floats(table), first, end, terms)
+
+        return tuple(make_parts(self._codes[table], num_rows, floats))
+
+
+def weight_of(parameter: nn.Parameter) -> Weight:
+    """The weight that a parameter is the name of; one of floats in rows, if nobody made it."""
+    weight: Weight | None = parameter.__dict__.get(_ATTRIBUTE)
+    return Weight(parameter) if weight is None else weight
+
+
+def find_weight(parameter: torch.Tensor) -> Weight | None:
+    """The weight that a parameter is the name of; None: it is nothing but a parameter."""
+    weight: Weight | None = parameter.__dict__.get(_ATTRIBUTE)
+    return weight
+
+
+def weights_of(model: nn.Module) -> dict[Weight, list[nn.Module]]:
+    """All weights of a model, each with the modules that hold its parameter."""
+    found: defaultdict[Weight, list[nn.Module]] = defaultdict(list)
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            weight = find_weight(parameter)
+            if weight is not None:
+                found[weight].append(module)
+    return found
+
+
+def begin_weights(model: nn.Module) -> None:
+    """Everything will be loaded through weight loaders, and nobody reads a parameter meanwhile."""
+    for weight in _with_known_readers(model):
+        weight.begin()
+
+
+def finish_weights(model: nn.Module) -> None:
+    """Finish every weight of a model. One that a module of another kind holds too stays in rows."""
+    for weight in _with_known_readers(model):
+        weight.finish()
+
+
+def _with_known_readers(model: nn.Module) -> Iterator[Weight]:
+    for weight, holders in weights_of(model).items():
+        weight.stays_in_rows |= not all(isinstance(module, Layer) for module in holders)
+        yield weight
+
+
+def num_weight_bytes(model: nn.Module) -> int:
+    """Memory that the parameters of a model take, and what they are the names of."""
+    weights = [(parameter, find_weight(parameter)) for parameter in model.parameters()]
+    return sum(p.nbytes if weight is None else weight.num_bytes for p, weight in weights)
