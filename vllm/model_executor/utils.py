@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
+
+from vllm.ops.packed_linear import PackedExperts, PackedWeight
 
 
 class UnsupportedConfigError(ValueError):
@@ -24,7 +26,7 @@ LOADABLE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class WeightShapeError(ValueError):
-    """A tensor of the file has another shape than the layer holds."""
+    """A tensor of the file has another shape than the layer's weight."""
 
     def __init__(self, file_shape: torch.Size, expected_shape: tuple[int, ...]) -> None:
         self.file_shape = tuple(file_shape)
@@ -33,7 +35,7 @@ class WeightShapeError(ValueError):
 
 
 class WeightFormatError(ValueError):
-    """Rows cannot take the place of those of a weight, which are kept in another form."""
+    """Rows of one form cannot replace a weight's rows of another form."""
 
     def __init__(self, new: str, kept: str) -> None:
         super().__init__(
@@ -42,14 +44,9 @@ class WeightFormatError(ValueError):
         )
 
 
-class HasShape(Protocol):
-    """A tensor, or codes in the place of one."""
-
-    @property
-    def shape(self) -> torch.Size: ...
-
-
-def check_shape(loaded_weight: HasShape, expected_shape: tuple[int, ...]) -> None:
+def check_shape(
+    loaded_weight: torch.Tensor | PackedWeight | PackedExperts, expected_shape: tuple[int, ...]
+) -> None:
     """Raise :class:`WeightShapeError` unless the file's tensor has this shape."""
     if tuple(loaded_weight.shape) != expected_shape:
         raise WeightShapeError(loaded_weight.shape, expected_shape)

@@ -1,8 +1,8 @@
-"""Products with the weights of linear layers, and how these lie in memory.
+"""Products with the weights of linear layers, and the layout of these weights in memory.
 
-A weight [m, n] is kept as it is, or as *panels* [m / 64, n, 64, 1] (bfloat16: [m / 64, n / 2, 64,
-2]), both rounded up and filled with zeros: the weights of 64 outputs lie side by side, term by
-term (bfloat16: pair of terms by pair), as the CPU's products read them.
+A weight [m, n] lies in rows, or in *panels* [m / 64, n, 64, 1] (bfloat16: [m / 64, n / 2, 64, 2]),
+rounded up and filled with zeros. In a panel the weights of 64 outputs lie side by side, term by
+term (bfloat16: by pairs of terms), in the order in which the CPU's products read them.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ _ROWS_AT_ONCE = 64
 """Rows of each product in plain torch."""
 
 _PARTS = (1, 4, 8, 16, 64)
-"""What it may be parted in, the fastest first."""
+"""Numbers of parts that a product may be split into, the fastest first."""
 
 
 @operation
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: Written) -> None:
-    """``x @ weight.T + bias``, added up in float32 and rounded once.
+    """``x @ weight.T + bias``, summed in float32 and rounded once.
 
     x: [rows, n], strided; weight: [m, n] or its panels; bias: [m]; out: [rows, m], strided.
     On the CPU a row has the same bits for any number of rows.
     """
     if weight.dim() == 4:
-        # As rows: how a library adds up depends on that.
+        # In rows, because a library's order of sums depends on the layout.
         weight = weight_of_panels(weight, out.shape[1], x.shape[1]).contiguous()
     if x.device.type != "cpu":
         out.copy_(functional.linear(x, weight, bias))
         return
-    # Libraries choose how they add up by the number of rows: here it is always the same.
+    # A library's order of sums depends on the number of rows, so it is always the same here.
     parts = _parts_of_a_product(x.shape[1], out.shape[1])
     for start in range(0, x.shape[0], _ROWS_AT_ONCE):
         rows = x[start : start + _ROWS_AT_ONCE]
@@ -64,24 +64,24 @@ def _(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: tor
 
 
 def _multiply(x: torch.Tensor, weight: torch.Tensor, parts: int) -> torch.Tensor:
-    """``x @ weight.T`` as so many products of as many rows; 0: no library's, term by term."""
+    """``x @ weight.T`` as ``parts`` products of equally many rows; 0: term by term, no library."""
     if parts == 1:
         return functional.linear(x, weight)
     if parts > 1:
         by_part = weight.t().expand(parts, *reversed(weight.shape))
         return torch.bmm(x.reshape(parts, -1, x.shape[1]), by_part).flatten(0, 1)
     sums = x.new_zeros(len(x), len(weight))
-    for term in range(x.shape[1]):  # a product and a sum, each rounded by itself
+    for term in range(x.shape[1]):  # product and sum are rounded separately
         sums += x[:, term, None] * weight[:, term]
     return sums
 
 
 @functools.cache
 def _parts_of_a_product(terms: int, columns: int) -> int:
-    """Parts in which torch multiplies equal rows to equal bits, for any number of threads.
+    """Number of parts with which torch gives equal rows equal bits, for any number of threads.
 
-    Tried on this machine: which rows a library treats otherwise (those behind the last whole
-    block of its kernel), and whether threads share terms, depends on the CPU.
+    It is found by trial on this machine: the CPU decides which rows a library treats differently
+    (those behind the last whole block of its kernel), and whether threads share terms.
     """
     generator = torch.Generator().manual_seed(terms)
     row, weight = (torch.randn(n, terms, generator=generator) for n in (1, columns))
@@ -94,7 +94,7 @@ def _parts_of_a_product(terms: int, columns: int) -> int:
 
 
 def _numbers_of_threads() -> Iterator[int]:
-    """Sets torch's to each of some."""
+    """Set torch's number of threads to several values in turn, and yield each."""
     given = torch.get_num_threads()
     try:
         for threads in sorted({1, 2, 3, os.cpu_count() or 1}):
@@ -106,7 +106,7 @@ def _numbers_of_threads() -> Iterator[int]:
 
 @operation
 def linear_by_head(x: torch.Tensor, weight: torch.Tensor, out: Written) -> None:
-    """``x[:, h] @ weight[h].T`` for every head h, each one :func:`linear`.
+    """``x[:, h] @ weight[h].T`` for every head h, each as in :func:`linear`.
 
     x: [rows, heads, n], strided; weight: [heads, m, n], dense, or the panels of each head; out:
     [rows, heads, m], strided.
@@ -134,7 +134,7 @@ def _(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
 def panel_embedding(
     token_ids: torch.Tensor, panels: torch.Tensor, num_embeddings: int, out: Written
 ) -> None:
-    """Rows ``token_ids`` of the table [num_embeddings, n] whose panels are given.
+    """Look up rows ``token_ids`` of the table [num_embeddings, n] in panels.
 
     token_ids: int64 [tokens]; out: [tokens, n], dense.
     """
@@ -154,7 +154,7 @@ def _(
 
 
 def prefers_panels(device: torch.device) -> bool:
-    """Whether products on that device read weights as panels."""
+    """Tell whether products on that device read weights in panels."""
     return source_of(device.type).reads_panels
 
 
@@ -165,14 +165,14 @@ def panels_shape(columns: int, terms: int, dtype: torch.dtype) -> tuple[int, int
 
 
 def empty_panels(weight: torch.Tensor) -> torch.Tensor:
-    """Room for the panels of each weight [m, n] of ``weight`` [..., m, n]: [..., m / 64, ...]."""
+    """Allocate panels for each weight [m, n] of ``weight`` [..., m, n]: [..., m / 64, ...]."""
     *numbers, rows, terms = weight.shape
     shape = (*numbers, *panels_shape(rows, terms, weight.dtype))
     return empty_in_large_pages(shape, weight.dtype, weight.device)
 
 
 def make_panels(weight: torch.Tensor) -> torch.Tensor:
-    """The panels of each weight [m, n] of ``weight`` [..., m, n]: copies, [..., m / 64, ...]."""
+    """Copy each weight [m, n] of ``weight`` [..., m, n] into panels: [..., m / 64, ...]."""
     panels = empty_panels(weight)
     if weight.dim() == 2:
         panels_into(panels, weight)
@@ -183,7 +183,7 @@ def make_panels(weight: torch.Tensor) -> torch.Tensor:
 
 
 def panels_into(panels: torch.Tensor, weight: torch.Tensor) -> None:
-    """Write the panels of ``weight`` [m, n], of any dtype, as those of their own."""
+    """Write ``weight`` [m, n], of any dtype, to its panels, in theirs."""
     rows = weight.to(panels.dtype)
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
     by_byte = panels.view(torch.uint8)
@@ -191,7 +191,7 @@ def panels_into(panels: torch.Tensor, weight: torch.Tensor) -> None:
 
 
 def rows_into_panels(panels: torch.Tensor, first: int, rows: torch.Tensor, num_rows: int) -> None:
-    """Write rows ``first`` .. of the weight [num_rows, n] whose panels these are; others stay."""
+    """Overwrite rows from ``first`` on of a weight [num_rows, n] in panels; others stay."""
     end = first + len(rows)
     start, last = first // PANEL_COLUMNS, -(-end // PANEL_COLUMNS)
     reached = panels[start:last]
@@ -204,7 +204,7 @@ def rows_into_panels(panels: torch.Tensor, first: int, rows: torch.Tensor, num_r
 
 
 def rows_of_panels(panels: torch.Tensor, first: int, end: int, terms: int) -> torch.Tensor:
-    """Rows ``first`` to ``end`` of the weight [m, terms] whose panels these are: a copy."""
+    """Copy rows ``first`` to ``end - 1`` out of a weight [m, terms] in panels."""
     start, last = first // PANEL_COLUMNS, -(-end // PANEL_COLUMNS)
     skipped = first - start * PANEL_COLUMNS
     held = weight_of_panels(panels[start:last], skipped + end - first, terms)
@@ -213,16 +213,16 @@ def rows_of_panels(panels: torch.Tensor, first: int, end: int, terms: int) -> to
 
 @operation
 def write_panels(weight: torch.Tensor, panels: Written) -> None:
-    """What lies in the rows of ``weight``, as panels of units of so many bytes.
+    """Write the bytes of rows to panels of units of b bytes.
 
     weight: uint8 [m, bytes of a row], strided; panels: uint8 [m / 64, bytes of a row / b, 64, b],
-    rounded up, b 2 or 4, dense; behind the last row and the end of rows there are zeros.
+    rounded up, b 2 or 4, dense; zeros follow the last row and the end of each row.
     """
     blocks, units, width, unit_bytes = panels.shape
     rows, row_bytes = weight.shape
     behind = (0, units * unit_bytes - row_bytes, 0, blocks * width - rows)
     whole = functional.pad(weight, behind).view(blocks, width, units, unit_bytes)
-    # A unit is one number to torch, which copies few large ones faster than many small ones.
+    # A unit is one number: torch copies few large numbers faster than many small ones.
     as_one = {2: torch.int16, 4: torch.int32}[unit_bytes]
     panels.view(as_one).copy_(whole.view(as_one).permute(0, 2, 1, 3))
 
@@ -236,6 +236,6 @@ def _(weight: torch.Tensor, panels: torch.Tensor) -> None:
 
 
 def weight_of_panels(panels: torch.Tensor, columns: int, terms: int) -> torch.Tensor:
-    """The weights [..., columns, terms] that panels were made of."""
+    """Return weights [..., columns, terms] in rows from their panels."""
     whole = panels.transpose(-3, -2).flatten(-2).flatten(-3, -2)
     return whole[..., :columns, :terms]

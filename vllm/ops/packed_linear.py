@@ -1,14 +1,14 @@
 """Products with weights of 8 and 4 bits, unpacked on the way.
 
-A packed weight [m, n] is a code for every element and, for every row and *group* of elements, a
-scale and perhaps a zero::
+A packed weight [m, n] has a code for every element, and for every row and *group* of elements a
+scale and sometimes a zero::
 
     weight = (value(code) - zero) * scale * factor
 
-Codes of 8 bits are int8 or float8_e4m3fn and are their own values; codes of 4 bits are numbers of
-entries in a table of 16 values, two codes a byte, the first one in the low half. Element j of a
-row belongs to group ``j // group_size``; the last group may be shorter. A factor is one number a
-row, for formats whose scales are kept in 8 bits.
+Codes of 8 bits are int8 or float8_e4m3fn and are their own values. Codes of 4 bits are indices into
+a table of 16 values, two codes per byte, the first one in the low half. Element j of a row belongs
+to group ``j // group_size``; the last group may be shorter. A factor is one number per row, for
+formats whose scales have 8 bits.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ FP4_VALUES = tuple(s * v for s in (1.0, -1.0) for v in (0.0, 0.5, 1.0, 1.5, 2.0,
 """E2M1: a sign, two bits of exponent, one of mantissa (OCP Microscaling Formats 1.0, 5.3.3)."""
 
 CODE_DTYPES = (torch.int8, torch.float8_e4m3fn)
-"""Of codes of 8 bits; those of 4 are uint8, by twos."""
+"""Dtypes of codes of 8 bits; those of 4 bits are uint8, two per byte."""
 
 
 SCALE_DTYPES = (*KERNEL_DTYPES, torch.float8_e4m3fn, torch.float8_e8m0fnu)
 
 _TERMS_OF_A_CHUNK = {8: 2, 4: 8}
-"""By the bits of a code: csrc/cpu/packed_codes.h."""
+"""By the bits of a code, as in csrc/cpu/packed_codes.h."""
 _FEWEST_TERMS = 8
-"""Of a group: kFewestTerms of csrc/cpu/packed_linear.cpp."""
+"""Fewest terms of a group: kFewestTerms of csrc/cpu/packed_linear.cpp."""
 
 
 @dataclass(frozen=True)
 class PackedPanels(TensorStruct):
     """A packed weight in panels of 64 outputs, as the CPU's products read it.
 
-    codes: [m / 64, n / 2, 64, 2], pairs of terms side by side, or of 4 bits uint8 [m / 64, n / 8,
+    codes: [m / 64, n / 2, 64, 2], pairs of terms side by side, or for 4 bits uint8 [m / 64, n / 8,
     64, 4], eight terms; table: float32 [16], with codes of 4 bits; scales: [m / 64, groups, 64] of
-    a dtype in SCALE_DTYPES; factors: float32 [m / 64, 64]; zeros: int8, as scales. m and n are
-    rounded up.
+    a dtype in SCALE_DTYPES; factors: float32 [m / 64, 64]; zeros: int8, shaped like scales. m and n
+    are rounded up.
     """
 
     codes: torch.Tensor
@@ -70,16 +70,16 @@ def packed_linear(
     bias: torch.Tensor | None,
     out: Written,
 ) -> None:
-    """``(x * x_scales) @ weight.T + bias``; nothing is rounded but sums, and those in float32.
+    """``(x * x_scales) @ weight.T + bias``; only sums are rounded, in float32.
 
     x: [rows, n], strided; panels: of the weight [m, n]; group_size: a multiple of 8 (for codes of
     8 bits: an even number from 8 on), or at least n; x_scales: float32 [rows, groups] or [rows, 1];
-    x_is_whole: x are codes of int8, which CPUs with integer products multiply as such; bias: [m];
-    out: [rows, m], strided. Zeros of codes of 4 bits want a table of whole numbers that follow one
-    another. On the CPU a row has the same bits for any number of rows: the terms of a block (a
-    group, or 512 or 1,024 terms of a longer one) are added up as in
-    :func:`vllm.ops.linear.linear`, and the blocks' sums, times their scales, in order. Codes of 4
-    bits with scales of 8 have no blocks but those of a dense weight, and no x_scales by group.
+    x_is_whole: x holds codes of int8, which CPUs with integer products multiply as such; bias: [m];
+    out: [rows, m], strided. With zeros, codes of 4 bits need a table of consecutive whole numbers.
+    On the CPU a row has the same bits for any number of rows: the terms of a block (a group, or 512
+    or 1,024 terms of a longer one) are summed as in :func:`vllm.ops.linear.linear`, and then the
+    blocks' sums, times their scales, in order. Codes of 4 bits with scales of 8 bits have the
+    blocks of a float weight, and no x_scales by group.
     """
     packed = weight_of_packed_panels(panels, group_size, (out.shape[1], x.shape[1]))
     given = x.float()
@@ -133,12 +133,12 @@ def _is_group_of_chunks(group_size: int, terms: int, bits: int) -> bool:
 
 
 def unpacks_weights(device: torch.device) -> bool:
-    """Whether products on that device unpack weights on the way."""
+    """Tell whether products on that device unpack weights on the way."""
     return source_of(device.type).reads_panels and packed_linear.is_overridden(device.type)
 
 
 class CutGroupError(ValueError):
-    """Columns are asked for that the groups of a weight do not leave whole."""
+    """A cut along the columns of a weight would split a group."""
 
 
 @dataclass(frozen=True)
@@ -146,9 +146,9 @@ class PackedWeight:
     """A packed weight [m, n], row by row.
 
     codes: [m, n], or uint8 [m, n / 2 rounded up] with ``table``; scales: [m, groups] of a dtype
-    in SCALE_DTYPES; zeros: int8, likewise, or None; order: int64 [n], which input each element is
-    multiplied with, or None: its own; factors: float32 [m], or None: 1; activations: how the
-    inputs are rounded first, or None: not at all.
+    in SCALE_DTYPES; zeros: int8, likewise, or None; order: int64 [n], the input by which each
+    element is multiplied, or None: its own; factors: float32 [m], or None: 1; activations: the
+    rounding of inputs, or None: there is none.
     """
 
     codes: torch.Tensor
@@ -161,7 +161,7 @@ class PackedWeight:
     factors: torch.Tensor | None = None
     activations: ServedActivations | None = None
     outputs_first: bool = False
-    """[outputs, inputs] in every family; else as the float weight lies."""
+    """True for [outputs, inputs] in every family; otherwise the weight lies like the float one."""
 
     @property
     def shape(self) -> torch.Size:
@@ -172,8 +172,8 @@ class PackedWeight:
         return self.codes.device
 
     def can_be_panels(self) -> bool:
-        """Whether :func:`packed_linear` takes it: the terms of a chunk have one scale, and values
-        of codes are exact in bfloat16 (NF4's are not)."""
+        """Tell whether :func:`packed_linear` takes it: the terms of a chunk have one scale, and
+        values of codes are exact in bfloat16 (NF4's are not)."""
         if self.table is not None:
             values = torch.tensor(self.table)
             if not torch.equal(values.bfloat16().float(), values):
@@ -181,7 +181,7 @@ class PackedWeight:
         return _is_group_of_chunks(self.group_size, self.columns, 8 if self.table is None else 4)
 
     def dequantise(self, dtype: torch.dtype) -> torch.Tensor:
-        """The weight [m, n] in that dtype: rounded to float32, and then once more."""
+        """Return the weight [m, n] in that dtype: rounded to float32, and then once more."""
         weight = self._values()
         if self.zeros is not None:
             weight = weight - self._by_element(self.zeros)
@@ -207,11 +207,11 @@ class PackedWeight:
         return replace(self, activations=rule)
 
     def select_rows(self, rows: slice) -> PackedWeight:
-        """Those rows of it."""
+        """Return some of its rows."""
         return self._with_rows(lambda tensor: tensor[rows])
 
     def narrow(self, dim: int, start: int, length: int) -> PackedWeight:
-        """Rows (0) or columns (1) of it; CutGroupError: groups that are cut."""
+        """Return consecutive rows (0) or columns (1). CutGroupError: a group would be cut."""
         if dim == 0:
             return self._with_rows(lambda tensor: tensor.narrow(0, start, length))
         if (start, length) == (0, self.columns):
@@ -235,14 +235,14 @@ class PackedWeight:
 
     @property
     def description(self) -> str:
-        """How it is stored, in words."""
+        """The storage in words, for messages."""
         codes = f"{self.codes.dtype}" if self.table is None else "4-bit"
         scales = f"{self.scales.dtype} scales of {self.group_size} columns"
         others = [name for name in self._by_row if name not in ("codes", "scales")]
         return f"{codes} codes with {', '.join([scales, *others])}"
 
     def is_stored_like(self, other: PackedWeight) -> bool:
-        """Whether rows of ``other`` take the same tensors, of the same dtypes and widths."""
+        """Return whether rows of ``other`` have the same tensors, dtypes and widths."""
         return (
             self.codes.dtype is other.codes.dtype
             and self.scales.dtype is other.scales.dtype
@@ -252,7 +252,7 @@ class PackedWeight:
         )
 
     def fits(self, other: PackedWeight) -> bool:
-        """Whether the rows of ``other`` may stand below these."""
+        """Return whether the rows of ``other`` may follow these in one weight."""
         return (
             self.is_stored_like(other)
             and self.table == other.table
@@ -261,13 +261,15 @@ class PackedWeight:
         )
 
     def above(self, *others: PackedWeight) -> PackedWeight:
-        """One weight of these rows and those of ``others``, which fit."""
+        """Put the rows of ``others``, which fit, below these rows."""
+        if not others:
+            return self
         all_rows = [each._by_row for each in (self, *others)]
         joined = {name: _cat_bytes([each[name] for each in all_rows]) for name in all_rows[0]}
         return replace(self, **cast(Any, joined))
 
     def make_panels(self) -> PackedPanels:
-        """Its panels: copies."""
+        """Copy it into panels."""
         assert self.can_be_panels()
         factors = self.factors
         return PackedPanels(
@@ -280,7 +282,7 @@ class PackedWeight:
 
     def _panels_of_codes(self) -> torch.Tensor:
         rows, width = self.codes.shape
-        per = 2 if self.table is None else 4  # bytes of a chunk
+        per = 2 if self.table is None else 4  # bytes per chunk
         by_row = self.codes.contiguous().view(torch.uint8)
         if self.table is not None:
             by_row = _even_terms_first(functional.pad(by_row, (0, -width % per))).view(torch.uint8)
@@ -291,7 +293,7 @@ class PackedWeight:
 
     @property
     def _by_row(self) -> dict[str, torch.Tensor]:
-        """Its tensors with something of each row."""
+        """Its tensors that have a first dimension of rows."""
         given = {"zeros": self.zeros, "factors": self.factors}
         there = {name: tensor for name, tensor in given.items() if tensor is not None}
         return {"codes": self.codes, "scales": self.scales, **there}
@@ -307,7 +309,7 @@ class PackedExperts:
 
     weights: tuple[PackedWeight, ...]
     inputs_first: bool = False
-    """Of a float checkpoint's tensor [experts, n, m], as those of GPT-OSS; else [experts, m, n]."""
+    """True if the float checkpoint has [experts, n, m], as for GPT-OSS; else [experts, m, n]."""
 
     @property
     def shape(self) -> torch.Size:
@@ -318,14 +320,14 @@ class PackedExperts:
         return self.weights[0].activations
 
     def can_be_panels(self) -> bool:
-        """Whether :func:`packed_linear` takes them."""
+        """Tell whether :func:`packed_linear` takes them."""
         return all(weight.can_be_panels() for weight in self.weights)
 
     def with_activations(self, rule: ServedActivations) -> PackedExperts:
         return replace(self, weights=tuple(each.with_activations(rule) for each in self.weights))
 
     def dequantise(self, dtype: torch.dtype) -> torch.Tensor:
-        """As a float checkpoint has them."""
+        """Return the tensor that a float checkpoint has."""
         weights = [weight.dequantise(dtype) for weight in self.weights]
         return torch.stack([weight.t() if self.inputs_first else weight for weight in weights])
 
@@ -333,7 +335,7 @@ class PackedExperts:
 def weight_of_packed_panels(
     panels: PackedPanels, group_size: int, shape: tuple[int, int]
 ) -> PackedWeight:
-    """The weight of that shape that the panels were made of, without its order."""
+    """Return the weight of that shape from its panels, without its order."""
     rows = torch.arange(shape[0], device=panels.codes.device)
     return rows_of_packed_panels(panels, group_size, shape[1], rows)
 
@@ -341,7 +343,7 @@ def weight_of_packed_panels(
 def rows_of_packed_panels(
     panels: PackedPanels, group_size: int, columns: int, rows: torch.Tensor
 ) -> PackedWeight:
-    """Rows ``rows``, int64, of a weight of so many columns: copies."""
+    """Copy rows ``rows``, int64, of a weight with so many columns out of its panels."""
     block, column = rows // PANEL_COLUMNS, rows % PANEL_COLUMNS
     width = columns if panels.table is None else -(-columns // 2)
     codes = panels.codes.view(torch.uint8)[block, :, column].flatten(1)  # bytes
@@ -360,19 +362,19 @@ def rows_of_packed_panels(
 
 
 def _even_terms_first(codes: torch.Tensor) -> torch.Tensor:
-    """uint8 [..., n], eight codes in order in four bytes -> int32 [..., n / 4], those of even terms
-    in the low half."""
+    """Reorder uint8 [..., n], eight codes in four bytes, to int32 [..., n / 4] with the codes of
+    even terms in the low half."""
     return _swap(_swap(codes.view(torch.int32), 0x00F000F0, 4), 0x0000FF00, 8)
 
 
 def _in_order(codes: torch.Tensor) -> torch.Tensor:
-    """uint8 [..., n] whose even terms come first, in order again."""
+    """Put uint8 [..., n], whose even terms come first, back in order."""
     words = _swap(_swap(codes.view(torch.int32), 0x0000FF00, 8), 0x00F000F0, 4)
     return words.view(torch.uint8)
 
 
 def _swap(words: torch.Tensor, mask: int, distance: int) -> torch.Tensor:
-    """The bits of a mask change places with those so far above them."""
+    """Swap the bits of a mask with those ``distance`` above them."""
     moved = (words >> distance).bitwise_xor_(words).bitwise_and_(mask)
     return (moved << distance).bitwise_xor_(moved).bitwise_xor_(words)
 
@@ -385,12 +387,12 @@ def _panels_of_groups(by_row: torch.Tensor) -> torch.Tensor:
 
 
 def _plain_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Numbers of 8 bits as uint8, with which torch does more; others as they are."""
+    """View numbers of 8 bits as uint8, for which torch has more operations."""
     return tensor.contiguous().view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
 
 
 def _cat_bytes(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """One below the other."""
+    """Concatenate tensors of any dtype along their rows."""
     return torch.cat([_plain_bytes(tensor) for tensor in tensors]).view(tensors[0].dtype)
 
 

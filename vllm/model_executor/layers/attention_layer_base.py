@@ -1,4 +1,4 @@
-"""What the engine asks of every layer that keeps something in the KV pool."""
+"""The interface of layers that keep something in the KV pool."""
 
 from __future__ import annotations
 
@@ -24,15 +24,14 @@ class AttentionLayerBase(ABC):
 
     @abstractmethod
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec:
-        """What the layer keeps, by the config as it is now.
+        """Return what the layer keeps, by the present config.
 
-        Block sizes may be decided after the layer is built, so nothing of them is
-        remembered at construction.
+        Block sizes may be decided after the layer is built, so a layer does not remember them.
         """
 
 
 def register_layer(layer: AttentionLayerBase) -> VllmConfig:
-    """Enter ``layer`` in the config that the model is being built with; returns that config."""
+    """Enter ``layer`` in the config with which the model is built, and return that config."""
     vllm_config = get_current_vllm_config()
     layers = vllm_config.compilation_config.static_forward_context
     if layer.layer_name in layers:

@@ -1,4 +1,4 @@
-"""A mixture of experts in the place of an MLP: router, experts, what is shared by all tokens."""
+"""A mixture of experts instead of an MLP: router, experts, and the expert that all tokens share."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from vllm.v1.rows.fields.experts import Experts as ExpertChoices
 
 _FEWEST_TOKENS = 1024
 _ROWS_OF_AN_EXPERT = 128
-"""What is computed at a time: more tokens need more memory, which is slow when it is new; fewer
-rows of an expert (measured on a CPU) wait for its weights."""
+"""Rows of an expert that are computed at a time. More tokens need more memory, which is slow when
+it is new; fewer rows wait for the expert's weights (measured on a CPU)."""
 
 
 def tokens_at_once(num_experts: int, top_k: int) -> int:
@@ -40,16 +40,16 @@ def tokens_at_once(num_experts: int, top_k: int) -> int:
 
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
-"""What an expert's weights are called in most checkpoints; two names: it has no gate."""
+"""Names of an expert's weights in most checkpoints; two names mean that it has no gate."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RoutingRule:
-    """How a router's logits become experts and weights (``vllm.ops.experts.choose_experts``)."""
+    """The rule by which logits become experts and weights (``vllm.ops.experts.choose_experts``)."""
 
     top_k: int
     top_k_option: str = "num_experts_per_tok"
-    """The config's name for it."""
+    """The config's name of ``top_k``."""
     scores: Literal["softmax", "sigmoid"] = "softmax"
     renormalise: bool = False
     scaling: float = 1.0
@@ -60,14 +60,14 @@ class RoutingRule:
     has_correction: bool = False
     """A vector of the checkpoint is added to the scores, for the choice only."""
     has_expert_factors: bool = False
-    """Another one multiplies the weights, those of each expert by its own number."""
+    """Another vector multiplies the weights, with one number per expert."""
 
 
 _EXPERTS = "num_experts / num_local_experts / n_routed_experts"
 
 
 def _check_rule(rule: RoutingRule, num_experts: int, prefix: str) -> None:
-    """ValueError: so many experts cannot be chosen from so."""
+    """ValueError: the rule cannot choose among so many experts."""
     groups, kept = rule.num_groups, rule.num_groups_kept
     if groups < 1 or num_experts % groups:
         raise ValueError(
@@ -85,7 +85,7 @@ def _check_rule(rule: RoutingRule, num_experts: int, prefix: str) -> None:
 
 
 class Router(Layer):
-    """Logits and choice in float32, whatever the model's dtype: a choice has no small errors."""
+    """Computes logits and choice in float32 in every model: a choice has no small errors."""
 
     def __init__(
         self, hidden_size: int, num_experts: int, rule: RoutingRule, *, bias: bool, prefix: str
@@ -128,7 +128,7 @@ class Router(Layer):
 
 
 def _load_flat(param: nn.Parameter, loaded_weight: torch.Tensor) -> None:
-    """A vector that some checkpoints keep as a matrix of one row."""
+    """Load a vector that some checkpoints keep as a matrix of one row."""
     if loaded_weight.dim() == 2 and loaded_weight.shape[0] == 1:
         loaded_weight = loaded_weight[0]
     check_shape(loaded_weight, tuple(param.shape))
@@ -144,14 +144,14 @@ EXPERTS = ExpertChoices.source
 
 
 class Experts(Layer):
-    """The experts' weights, gate above up, and their products; each cut over the ranks.
+    """The experts' weights, gate above up, and their products; each expert is cut over the ranks.
 
-    Where ``projections`` are two, there is no gate, and ``gate_up_proj`` is the one before the
+    With two ``projections`` there is no gate, and ``gate_up_proj`` is the one before the
     activation.
 
-    In the checkpoint either one tensor holds all experts (``gate_up_proj`` [experts, 2 I, H],
+    In a checkpoint either one tensor holds all experts (``gate_up_proj`` [experts, 2 I, H],
     ``down_proj`` [experts, H, I], biases ``gate_up_proj_bias``, ``down_proj_bias``), or each
-    expert has its own: ``{expert}.{name}.weight`` with the names in ``projections``.
+    expert has tensors ``{expert}.{name}.weight`` with the names in ``projections``.
     """
 
     def __init__(
@@ -190,10 +190,10 @@ class Experts(Layer):
     def _parameter(self, *shape: int, loader: Callable[..., None]) -> nn.Parameter:
         return make_parameter(torch.empty(self.num_experts, *shape), loader)
 
-    # ---- loading; a shard is (expert, its part: gate 0, up 1), None is all of them
+    # ---- loading; a shard is (expert, part: gate 0, up 1), None is all of them
 
     def checkpoint_layouts(self, leaf: str) -> list[Mapping[str, ShardId]]:
-        """The ways in which a parameter may lie in a checkpoint: its tensors, and their shards."""
+        """List the layouts of a parameter in checkpoints: its tensors and their shards."""
         parts = {"gate_up_proj": self.projections[:-1], "down_proj": self.projections[-1:]}
         if leaf not in parts:
             return [{leaf: None}]
@@ -261,7 +261,7 @@ class Experts(Layer):
             yield weight, replace(mine, table=expert)
 
     def load_down_bias(self, param: nn.Parameter, loaded_weight: torch.Tensor) -> None:
-        """Only the first rank adds it."""
+        """Load the bias, which only the first rank adds."""
         check_shape(loaded_weight, tuple(param.shape))
         param.data.copy_(loaded_weight)
         if self.tp_rank:
@@ -290,7 +290,7 @@ class Experts(Layer):
         starts: torch.Tensor,
         out: torch.Tensor,
     ) -> None:
-        """One expert after another: what lies between its products stays in the caches."""
+        """Run one expert after another, so what lies between its products stays in the caches."""
         bounds = list(pairwise(starts.tolist()))
         most = max(end - begin for begin, end in bounds)
         gathered = None if rows is None else x.new_empty((most, self.hidden_size))
@@ -314,13 +314,13 @@ def _of(biases: torch.Tensor | None, expert: int) -> torch.Tensor | None:
 
 
 class RoutedLayer(Layer):
-    """A layer that chooses experts for every token, and tells whoever asks which."""
+    """A layer that chooses experts for every token and hands its choices to a sink."""
 
     num_experts: int
     top_k: int
-    """Experts of a token; 0: not known before it ran."""
+    """Experts per token; 0: not known before the layer ran."""
     trace_index: int | None = None
-    """Its number among such layers, where choices are handed out."""
+    """Number among such layers, if choices are handed out."""
 
     def tell_choice(self, experts: torch.Tensor, weights: torch.Tensor) -> None:
         """experts: int64, weights: float32, both [tokens, top_k], of the next tokens."""
@@ -332,7 +332,7 @@ class RoutedLayer(Layer):
 def number_routed_layers(model: nn.Module) -> ExpertChoices:
     """Let every :class:`RoutedLayer` of ``model`` hand out its choices, in the order of the layers.
 
-    ValueError: there are none, or their traces have several shapes.
+    ValueError: there is no such layer, or their traces have different shapes.
     """
     found = [
         (_layer_of(name), m) for name, m in model.named_modules() if isinstance(m, RoutedLayer)
@@ -356,12 +356,12 @@ def number_routed_layers(model: nn.Module) -> ExpertChoices:
 
 
 def _layer_of(name: str) -> int:
-    """Of the decoder layer in the path of a module; -1 where it is in none."""
+    """Index of the decoder layer in a module's path; -1: it is in none."""
     return next((int(part) for part in name.split(".") if part.isdigit()), -1)
 
 
 class LatentSpace(Layer):
-    """Where experts compute, if not at the model's width: the ways there and back."""
+    """Projections into the space in which experts compute, and back to the model's width."""
 
     def __init__(self, hidden_size: int, latent_size: int, *, bias: bool, prefix: str) -> None:
         super().__init__()
@@ -377,11 +377,11 @@ class LatentSpace(Layer):
 class FusedMoE(RoutedLayer):
     """``sum over a token's experts of weight * expert(x)``, plus the shared expert.
 
-    shared_expert: an MLP that every token goes through; its output, where it is gated, is
-    multiplied by ``sigmoid(shared_expert_gate x)``. weighs_input: the weights multiply the
-    experts' inputs, not their outputs (Llama 4). latent: the experts, and only they, compute
-    there (Nemotron-H). num_identity_experts: so many more can be chosen, behind the others, whose
-    output is their input (LongCat).
+    shared_expert: an MLP for every token; ``sigmoid(shared_expert_gate x)`` multiplies its output
+    if it is gated. weighs_input: the weights multiply the experts' inputs, not their outputs
+    (Llama 4). latent: the space in which only the experts compute (Nemotron-H).
+    num_identity_experts: the number of further experts, numbered behind the others, whose output
+    is their input (LongCat).
     """
 
     def __init__(
@@ -424,7 +424,7 @@ class FusedMoE(RoutedLayer):
     def forward(self, x: torch.Tensor, routed_by: torch.Tensor | None = None) -> torch.Tensor:
         """[tokens, hidden] -> [tokens, hidden].
 
-        routed_by: what the router reads, float32 like x, where that is not x itself.
+        routed_by: the router's input, float32 [tokens, hidden]; None: x.
         """
         output = x.new_empty(x.shape)
         most = min(len(x), self.tokens_at_once)

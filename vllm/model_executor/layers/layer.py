@@ -1,4 +1,4 @@
-"""What all modules of this engine are: torch's, whose calls and attributes cost little.
+"""The base class of this engine's modules, whose calls and attributes cost little.
 
 A decode step of a small model calls some hundred modules and reads twice as many parameters and
 submodules, all by functions in Python.
@@ -16,7 +16,7 @@ _global_hooks = torch_modules._global_forward_hooks
 
 
 class Layer(nn.Module):
-    """A module; without hooks a call is one of ``forward`` and nothing else."""
+    """A module of torch; without hooks a call is a call of ``forward`` and nothing else."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if (
@@ -31,17 +31,17 @@ class Layer(nn.Module):
 
 
 def is_watched(module: nn.Module) -> bool:
-    """Whether calls of it are somebody's business: hooks, or a ``forward`` that was put there."""
+    """Tell whether foreign code sees calls of the module: hooks, or a ``forward`` put into it."""
     own = module.__dict__
     hooks = own["_forward_hooks"] or own["_forward_pre_hooks"] or _global_pre_hooks or _global_hooks
     return bool(hooks) or "forward" in own or module._compiled_call_impl is not None
 
 
 def settle_attributes(model: nn.Module) -> None:
-    """Make parameters and submodules plain attributes, too, once a model is loaded.
+    """Make parameters and submodules of a loaded model plain attributes, too.
 
-    Who sets one of them to another parameter or module later has torch remove the plain one.
-    Nothing may replace them behind that: not ``Module.to`` another device, for one.
+    If one of them is set to another parameter or module later, torch removes the plain attribute.
+    Nothing may replace them in another way, such as ``Module.to`` another device.
     """
     for module in model.modules():
         vars(module).update(module._parameters)

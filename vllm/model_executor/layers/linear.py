@@ -1,9 +1,8 @@
-"""Matrix products of a model, cut over the tensor-parallel ranks.
+"""Linear layers, cut over the tensor-parallel ranks.
 
-Every layer holds ``weight`` [rows of this rank, columns of this rank] and, where it has
-one, ``bias``. ``forward`` returns ``(output, bias)``: the bias is None unless the layer
-was told to leave its addition to the caller (``skip_bias_add``); with
-``return_bias=False`` it returns the output alone.
+Every layer has a ``weight`` of [rows of this rank, columns of this rank], and some have a ``bias``.
+``forward`` returns ``(output, bias)``. The bias is None unless the caller has to add it
+(``skip_bias_add``). With ``return_bias=False`` the output is returned alone.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ ShardId = int | str | tuple[int, ...] | None
 
 
 def divide(total: int, parts: int, what: str) -> int:
-    """``total / parts``, which must come out even."""
+    """Return ``total / parts``. ValueError: it is not a whole number."""
     if total % parts:
         raise ValueError(
             f"tensor_parallel_size={parts} does not divide {what} ({total}); "
@@ -42,30 +41,30 @@ def divide(total: int, parts: int, what: str) -> int:
 
 
 def of_this_rank(whole: torch.Tensor) -> torch.Tensor:
-    """This rank's part of what is cut evenly along its first dimension."""
+    """Return this rank's part of a tensor that is cut evenly along its first dimension."""
     ranks = get_tensor_model_parallel_world_size()
     return whole.chunk(ranks)[get_tensor_model_parallel_rank()]
 
 
 def load_part(param: nn.Parameter, loaded_weight: torch.Tensor) -> None:
-    """A weight loader: keep :func:`of_this_rank`."""
+    """Load :func:`of_this_rank` of a tensor: a weight loader."""
     ranks = get_tensor_model_parallel_world_size()
     check_shape(loaded_weight, (len(param) * ranks, *param.shape[1:]))
     param.data.copy_(of_this_rank(loaded_weight))
 
 
 def refuse_quantization(quant_config: object, prefix: str) -> None:
-    """Layers take weights in whatever format their checkpoint has them."""
+    """ValueError: a layer got a ``quant_config``; it loads weights of every format without one."""
     if quant_config is not None:
         raise ValueError(
-            f"quant_config={quant_config!r} of layer {prefix!r}: layers take none; leave it out. "
-            "How the weights of a checkpoint are stored is said by its quantization_config, and "
-            "weight_loader takes them so (docs/quantization.md, also for one more format)"
+            f"quant_config={quant_config!r} of layer {prefix!r}: layers need none; leave it out. "
+            "The checkpoint's quantization_config says how weights are stored, and weight_loader "
+            "takes them in that form (docs/quantization.md, also on adding a format)"
         )
 
 
 class LinearBase(Layer):
-    """Parameters and the product; subclasses say how the ranks share them."""
+    """Parameters and the product; a subclass tells how the ranks share them."""
 
     def __init__(
         self,
@@ -108,7 +107,7 @@ class LinearBase(Layer):
             share.copy_entries(loaded_weight, param.data)
 
     def share_of(self, shard_id: ShardId) -> Share:
-        """What this rank holds of a checkpoint's tensor, which has a part of the weight, or all."""
+        """This rank's share of a checkpoint's tensor, which has the whole weight or a part."""
         raise NotImplementedError
 
     def finish(self, output: torch.Tensor) -> LinearOutput:
@@ -156,10 +155,10 @@ class ReplicatedLinear(LinearBase):
 
 
 class ColumnParallelLinear(LinearBase):
-    """Output features cut over the ranks; possibly several projections, one below another.
+    """A layer whose output features are cut over the ranks: one projection, or several parts.
 
-    ``output_sizes`` are the whole sizes of the parts, ``output_partition_sizes`` this
-    rank's. Each part is cut by itself, so a rank holds its slice of every part.
+    ``output_sizes`` are the sizes of the parts on all ranks, ``output_partition_sizes`` on this
+    rank. Each part is cut by itself, so a rank holds a slice of every part.
     """
 
     def __init__(
@@ -198,11 +197,11 @@ class ColumnParallelLinear(LinearBase):
         self.gather_output = gather_output
 
     def part_slice_index(self, part: int) -> int:
-        """Which of the equal slices of a part this rank holds."""
+        """Index of this rank's slice among the equal slices of a part."""
         return self.tp_rank
 
     def part_ids(self, shard_id: ShardId) -> tuple[int, ...]:
-        """Parts that a checkpoint tensor covers, in the order of its rows."""
+        """Parts that a checkpoint's tensor covers, in the order of its rows."""
         if shard_id is None:
             return tuple(range(len(self.output_sizes)))
         return shard_id if isinstance(shard_id, tuple) else (int(shard_id),)
@@ -218,7 +217,7 @@ class ColumnParallelLinear(LinearBase):
         return Share((sum(sizes), self.input_size), joined(runs))
 
     def forward(self, x: torch.Tensor) -> LinearOutput:
-        """x: [tokens, input_size] -> [tokens, this rank's (or, gathered, all) features]."""
+        """x: [tokens, input_size] -> [tokens, features of this rank, or gathered of all]."""
         bias = None if self.skip_bias_add else self.bias
         output = weight_of(self.weight).multiply(x, bias)
         if self.gather_output:
@@ -227,7 +226,7 @@ class ColumnParallelLinear(LinearBase):
 
 
 class MergedColumnParallelLinear(ColumnParallelLinear):
-    """Projections of one input in one product; shard ids are their indices."""
+    """Several projections of one input in one product; their indices are the shard ids."""
 
     def __init__(
         self,
@@ -259,8 +258,8 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
 class QKVParallelLinear(ColumnParallelLinear):
     """Query, key and value projections in one product; shard ids are "q", "k", "v".
 
-    Heads are cut over the ranks; with more ranks than key/value heads each of those is
-    held by several ranks.
+    Heads are cut over the ranks. If there are more ranks than key/value heads, several ranks hold
+    the same key/value head.
     """
 
     def __init__(
@@ -316,7 +315,7 @@ class QKVParallelLinear(ColumnParallelLinear):
 
 
 class RowParallelLinear(LinearBase):
-    """Input features cut over the ranks, outputs summed."""
+    """A layer whose input features are cut over the ranks, and whose outputs are summed."""
 
     def __init__(
         self,
@@ -351,14 +350,14 @@ class RowParallelLinear(LinearBase):
         )
 
     def share_of(self, shard_id: ShardId) -> Share:
-        """This rank's columns; the whole bias."""
+        """This rank's columns, and the whole bias."""
         assert shard_id is None
         count = self.input_size_per_partition
         whole = Share.of_all(self.output_size, self.input_size)
         return replace(whole, columns=(self.tp_rank * count, count))
 
     def forward(self, x: torch.Tensor) -> LinearOutput:
-        """x: [tokens, this rank's (or, not parallel, all) features] -> [tokens, output_size]."""
+        """x: [tokens, features of this rank, or not parallel of all] -> [tokens, output_size]."""
         if not self.input_is_parallel:
             columns = self.input_size_per_partition
             x = x.narrow(-1, self.tp_rank * columns, columns)
@@ -369,8 +368,8 @@ class RowParallelLinear(LinearBase):
         return self.finish(output)
 
 
-# Layers as models use them: ``forward`` returns the output alone, and there is no bias unless it is
-# asked for. [tokens, input_size] -> [tokens, this rank's outputs]; sizes are those of all ranks.
+# Layers as this engine's models use them: ``forward`` returns the output alone, and a bias is
+# optional. [tokens, input_size] -> [tokens, this rank's outputs]; sizes are those of all ranks.
 
 
 def replicated_linear(
@@ -381,7 +380,7 @@ def replicated_linear(
     bias: bool = False,
     params_dtype: torch.dtype | None = None,
 ) -> ReplicatedLinear:
-    """Every rank holds the whole weight."""
+    """Make a layer whose whole weight is on every rank."""
     return ReplicatedLinear(
         input_size, output_size, bias, False, params_dtype, prefix=prefix, return_bias=False
     )
@@ -390,14 +389,14 @@ def replicated_linear(
 def column_linear(
     input_size: int, output_size: int, prefix: str, *, bias: bool = False
 ) -> ColumnParallelLinear:
-    """Outputs are cut over the ranks."""
+    """Make a layer whose outputs are cut over the ranks."""
     return ColumnParallelLinear(input_size, output_size, bias, prefix=prefix, return_bias=False)
 
 
 def merged_linear(
     input_size: int, output_sizes: Sequence[int], prefix: str, *, bias: bool = False
 ) -> MergedColumnParallelLinear:
-    """Several projections of one input, each cut over the ranks."""
+    """Make a layer with several projections of one input, each cut over the ranks."""
     return MergedColumnParallelLinear(
         input_size, output_sizes, bias, prefix=prefix, return_bias=False
     )
@@ -406,7 +405,7 @@ def merged_linear(
 def qkv_linear(
     input_size: int, head_size: int, heads: int, kv_heads: int, prefix: str, *, bias: bool = False
 ) -> QKVParallelLinear:
-    """Queries, keys and values of heads, cut over the ranks by heads."""
+    """Make a layer for queries, keys and values, cut over the ranks by heads."""
     return QKVParallelLinear(
         input_size, head_size, heads, kv_heads, bias, prefix=prefix, return_bias=False
     )
@@ -415,5 +414,5 @@ def qkv_linear(
 def row_linear(
     input_size: int, output_size: int, prefix: str, *, bias: bool = False
 ) -> RowParallelLinear:
-    """Inputs are cut over the ranks, outputs added up: [tokens, output_size]."""
+    """Make a layer whose inputs are cut over the ranks: -> [tokens, output_size], summed."""
     return RowParallelLinear(input_size, output_size, bias, prefix=prefix, return_bias=False)

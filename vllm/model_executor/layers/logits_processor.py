@@ -1,4 +1,4 @@
-"""From the last hidden states to logits."""
+"""Logits from the last hidden states."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 
 class LogitsProcessor(Layer):
-    """Applies the LM head, then the model's own scaling and capping of logits."""
+    """Applies the LM head, then the model's scaling and capping of logits."""
 
     def __init__(
         self,

@@ -23,13 +23,13 @@ from vllm.ops.packed_linear import PackedWeight
 
 
 class VocabParallelEmbedding(Layer):
-    """Rows ``start .. end - 1`` of the vocabulary live on this rank.
+    """An embedding, of which this rank has the rows of the vocabulary from ``start`` on.
 
     Ranks hold equally many rows; those past the vocabulary's end are zero.
     """
 
     keeps_codes: ClassVar[bool] = False
-    """Whether rows that come as codes stay so."""
+    """True if codes of a checkpoint stay codes."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class VocabParallelEmbedding(Layer):
         shape = (self.rows_per_rank, self.embedding_dim)
         rows = torch.empty(shape, dtype=self._dtype, device=device)
         self.weight = make_parameter(rows, self.weight_loader)
-        # Rows suit look-ups, and models from elsewhere read them.
+        # Look-ups read rows, and so do models of other packages.
         Weight(self.weight, keeps_codes=self.keeps_codes, stays_in_rows=True)
 
     @property
@@ -64,7 +64,7 @@ class VocabParallelEmbedding(Layer):
 
     @property
     def share(self) -> Share:
-        """What this rank holds of a checkpoint's tensor."""
+        """This rank's share of a checkpoint's tensor."""
         runs = (Run(self.start, self.num_own_rows, 0),) if self.num_own_rows else ()
         return Share((self.num_embeddings, self.embedding_dim), runs)
 
@@ -120,13 +120,13 @@ class ParallelLMHead(VocabParallelEmbedding):
         return weight_of(self.weight).multiply(x, self.bias)
 
     def tie_weights(self, embed_tokens: VocabParallelEmbedding) -> Self:
-        """Use the embeddings' rows as the head's."""
+        """Share the embedding's weight."""
         self.weight = embed_tokens.weight
         return self
 
     def untie(self, head: Stored) -> bool:
-        """Take rows of its own, unless those of ``head``, [vocabulary, embedding_dim] as it lies
-        in a checkpoint, are the ones that it shares; returns whether it did."""
+        """Take the rows of ``head``, [vocabulary, embedding_dim] as in a checkpoint, unless they
+        equal the shared ones; return whether they differ."""
         shared = weight_of(self.weight)
         if self._holds(head):
             return False
@@ -134,12 +134,12 @@ class ParallelLMHead(VocabParallelEmbedding):
         own = weight_of(self.weight)
         own.quantise, own.stays_in_rows = shared.quantise, shared.stays_in_rows
         self.weight_loader(self.weight, head)
-        if shared.is_finished:  # an engine runs
+        if shared.is_finished:  # loaded into a running engine
             own.finish()
         return True
 
     def _holds(self, table: Stored) -> bool:
-        """Whether this rank's rows of ``table`` are those that are there."""
+        """Return whether this rank's rows of ``table`` are those that the head has."""
         self.share.check(table)
         weight = weight_of(self.weight)
         rows = torch.arange(self.num_own_rows, device=self.weight.device)
@@ -154,12 +154,12 @@ class ParallelLMHead(VocabParallelEmbedding):
 
 
 def prepare_heads(model: nn.Module, quantization: str | None = None) -> None:
-    """Let the weights of LM heads, and of the embeddings that are tied to them, take the form that
-    products read when they are finished: also look-ups read it.
+    """Let weights of LM heads, and of embeddings tied to them, be finished in the form for
+    products, from which embeddings are then looked up.
 
-    One that modules of another kind hold too stays in rows, and so does everything in a model of
-    another package. quantization: a method of ``at_load``, by which these weights are quantised
-    first. ValueError: there are none, or not as floats.
+    A weight that a module of another kind holds too stays in rows, and so do all of them in a
+    model with modules of other packages. quantization: a method of ``at_load`` that is applied to
+    these weights first. ValueError: there are none, or they are not floats.
     """
     tables = _tables_of_heads(model) if is_all_ours(model) else []
     if quantization is not None and not tables:
@@ -174,7 +174,7 @@ def prepare_heads(model: nn.Module, quantization: str | None = None) -> None:
 
 
 def _tables_of_heads(model: nn.Module) -> list[Weight]:
-    """Weights of heads that lie as floats and that nothing but heads and embeddings holds."""
+    """Weights of heads that are floats and that only heads and embeddings hold."""
     return [
         weight
         for weight, holders in weights_of(model).items()

@@ -1,14 +1,14 @@
-"""A weight of a layer, from a checkpoint's tensor to products and look-ups.
+"""A weight of a layer, from a checkpoint's tensors to products and look-ups.
 
     tensor of a checkpoint   floats, or codes of a storage format
-      -> Share               the rows, and their columns, that the layer gets
-      -> Weight.put          they lie at their places; any piece, in any order
+      -> Share               the rows of it, and their columns, that the layer gets
+      -> Weight.put          pieces, in any order, lie at their rows
       -> Weight.finish       once, when all are there: the form that products read
-      -> multiply, look_up   in whatever form
-      <- replace             other values for some of the rows, while an engine runs
+      -> multiply, look_up   in any form
+      <- replace             new values for some of the rows, while an engine runs
 
-A parameter of a module is the name of its weight, from the making of the module to its end
-(:func:`weight_of`); what lies in the parameter is the weight's affair.
+A parameter of a module names its weight for the module's whole life (:func:`weight_of`). Only the
+weight knows what lies in the parameter.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ from vllm.ops.linear import empty_panels, linear, make_panels, prefers_panels
 from vllm.ops.packed_linear import PackedExperts, PackedWeight, unpacks_weights
 
 _ATTRIBUTE = "named_weight"
-"""Of a parameter: the weight that it is the name of."""
+"""Attribute of a parameter: the weight that it names."""
 
 
 class Weight:
-    """Rows [m, n], or a table of them for each expert [tables, m, n].
+    """A weight [m, n], or a table [m, n] for each expert: [tables, m, n].
 
-    It lies in one of three forms. *Rows*: in the parameter, as in a float checkpoint, while it
-    loads, and afterwards where products read rows or something else reads the parameter. *Panels*
-    (:mod:`vllm.ops.linear`): in the parameter too. *Parts*: rows that came as codes and stay so,
-    and floats between them; the parameter is empty.
+    It lies in one of three forms. *Rows* lie in the parameter as in a float checkpoint: while the
+    weight loads, and afterwards if products read rows or something else reads the parameter.
+    *Panels* (:mod:`vllm.ops.linear`) lie in the parameter, too. *Parts* are codes that stay codes,
+    and the floats between them; the parameter is empty.
 
-    quantise: what floats become as they arrive. keeps_codes: codes stay as they are where products
-    unpack them. stays_in_rows: something else reads the parameter.
+    quantise: applied to floats as they arrive. keeps_codes: codes stay codes if products unpack
+    them. stays_in_rows: something else reads the parameter.
     """
 
     def __init__(
@@ -73,10 +73,10 @@ class Weight:
     # ---- it loads
 
     def begin(self) -> None:
-        """All values will come through :meth:`put`: floats become panels at once, where they end
-        as such, so that a value is read once and written once.
+        """Announce that all values come through :meth:`put`: floats that end as panels become
+        panels at once, so each value is read once and written once.
 
-        The parameter has no memory meanwhile; whoever reads it finds no number.
+        Meanwhile the parameter has no memory and reads as NaN.
         """
         if self._ends_in_panels:
             nothing = self.parameter.data.new_full((), torch.nan)
@@ -84,15 +84,14 @@ class Weight:
             self._arrives_in_panels = True
 
     def keeps(self, stored: PackedWeight | PackedExperts) -> bool:
-        """Whether codes stay as they are; else they have to be dequantised before they come."""
+        """Tell whether codes stay codes; otherwise they are dequantised."""
         return self.keeps_codes and self._unpacks(stored)
 
     def _unpacks(self, stored: PackedWeight | PackedExperts) -> bool:
         return unpacks_weights(self.parameter.device) and stored.can_be_panels()
 
     def as_kept(self, stored: Stored) -> Stored:
-        """Rows as :meth:`put` takes them: codes dequantised unless they stay, floats quantised if
-        they have to be."""
+        """Dequantise codes that do not stay codes, and quantise floats if the weight does."""
         if isinstance(stored, PackedWeight):
             codes, is_kept = stored, self.keeps(stored)
         elif self.quantise is not None:
@@ -103,8 +102,8 @@ class Weight:
         return codes if is_kept else codes.dequantise(self.parameter.dtype)
 
     def load(self, arrivals: Iterable[tuple[Stored, Share]]) -> None:
-        """Take the shares of tensors of a checkpoint: :meth:`put` them, or, of a weight that is
-        finished, :meth:`replace` its rows."""
+        """Take shares of a checkpoint's tensors: :meth:`put` them, or :meth:`replace` the rows of
+        a finished weight."""
         pieces = (piece for arrival in arrivals for piece in self._pieces(*arrival))
         if self.is_finished:
             self.replace(pieces)
@@ -117,8 +116,8 @@ class Weight:
         return share.pieces(self.as_kept(stored))
 
     def put(self, stored: Stored, row: int = 0, table: int = 0) -> None:
-        """Have ``stored`` [k, n] from ``row`` on."""
-        assert not self.is_finished, "a finished weight changes by replace() alone"
+        """Keep ``stored`` [k, n] from ``row`` on."""
+        assert not self.is_finished, "only replace() changes a finished weight"
         if isinstance(stored, PackedWeight):
             self._codes[table][row] = stored
             return
@@ -127,11 +126,15 @@ class Weight:
         self._write(stored, row, table)
 
     def finish(self) -> None:
-        """All values are there: take the form that products read, and let go of the rest."""
+        """Take the form that products read, now that all values are there, and free the rest."""
         assert not self.is_finished
         parameter = self.parameter
         if self._codes:
-            self._parts = tuple(self._make_parts(table) for table in range(self._num_tables))
+            tables = range(self.shape[0] if len(self.shape) == 3 else 1)
+            self._parts = tuple(
+                make_parts(self._codes[table], self.shape[-2], partial(self._read, table))
+                for table in tables
+            )
             self._codes.clear()
             parameter.data = parameter.data.new_empty((0, *self.shape[1:]))
         elif self._panels is not None:
@@ -141,7 +144,7 @@ class Weight:
         self._panels, self.is_finished = None, True
 
     def quantise_rows(self, quantise: Quantise) -> None:
-        """Round what is there, floats in rows, and what comes."""
+        """Quantise the floats that are there, in rows, and those that come."""
         self.quantise = quantise
         self.put(self.as_kept(self.parameter.data))
 
@@ -156,17 +159,15 @@ class Weight:
     def multiply_into(
         self, x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, table: int = 0
     ) -> None:
-        """The same, of one of the tables, into ``out`` [tokens, m], strided."""
-        if self._parts is not None:
-            for part in self._parts[table]:
-                part.multiply(x, bias, out)
-        elif len(self.shape) == 2:
-            linear(x, self.parameter, bias, out)
-        else:
-            linear(x, self.parameter[table], bias, out)
+        """Write the same product, with one of the tables, to ``out`` [tokens, m], strided."""
+        if self._parts is None:
+            linear(x, self._floats(table), bias, out)
+            return
+        for part in self._parts[table]:
+            part.multiply(x, bias, out)
 
     def look_up(self, rows: torch.Tensor, table: int = 0) -> torch.Tensor:
-        """Rows ``rows``, int64 [k], as floats: a new tensor [k, n]."""
+        """Return rows ``rows``, int64 [k], as floats: a new tensor [k, n]."""
         num_rows, terms = self.shape[-2:]
         if self._parts is None:
             return rows_at(self._floats(table), rows, num_rows, terms)
@@ -181,39 +182,37 @@ class Weight:
 
     @property
     def is_in_rows(self) -> bool:
-        """Whether the parameter holds all of them, as in a float checkpoint."""
+        """True if the parameter holds all rows as in a float checkpoint."""
         return self._parts is None and self.parameter.dim() == len(self.shape)
 
     @property
     def has_codes(self) -> bool:
-        """Whether rows of it are codes."""
+        """True if some of the rows are codes."""
         return bool(self._codes) or self._parts is not None
 
     @property
     def num_bytes(self) -> int:
-        """Memory that it takes."""
+        """Memory that the weight takes."""
         parts = (part for table in self._parts or () for part in table)
         return self.parameter.nbytes + sum(part.num_bytes for part in parts)
 
     # ---- it changes
 
     def replace(self, pieces: Iterable[Piece]) -> None:
-        """Have these rows, where they lie now, as if they had been loaded.
+        """Overwrite rows, in the memory that they have, as if these had been loaded.
 
-        WeightShapeError, WeightFormatError: they do not fit there. Nothing has changed then.
+        WeightShapeError, WeightFormatError: a piece does not fit there. Then nothing has changed.
         """
         assert self.is_finished
-        writes = [write for piece in list(pieces) for write in self._writes(piece)]
-        for write in writes:
+        for write in [write for piece in pieces for write in self._writes(*piece)]:
             write()
 
-    def _writes(self, piece: Piece) -> Iterator[Callable[[], None]]:
-        stored, row, table = piece
+    def _writes(self, stored: Stored, row: int, table: int) -> Iterator[Callable[[], None]]:
         num_rows, terms = self.shape[-2:]
         check_shape(stored, (min(stored.shape[0], num_rows - row), terms))
         if self._parts is None:
             check_is_float(stored, self.parameter.dtype)
-            yield partial(self._write, *piece)
+            yield partial(self._write, stored, row, table)
             return
         for part in self._parts[table]:
             first, end = max(row, part.start), min(row + stored.shape[0], part.end)
@@ -222,42 +221,33 @@ class Weight:
                 part.check(rows, first - part.start)
                 yield partial(part.write, rows, first - part.start)
 
-    # ---- where floats lie
-
-    @property
-    def _num_tables(self) -> int:
-        return self.shape[0] if len(self.shape) == 3 else 1
+    # ---- the floats
 
     @property
     def _ends_in_panels(self) -> bool:
         return not self.stays_in_rows and prefers_panels(self.parameter.device)
 
     def _floats(self, table: int) -> torch.Tensor:
-        """Rows, or panels, of that table."""
-        floats = self.parameter.data if self._panels is None else self._panels
+        """Rows of that table, or their panels."""
+        floats = self.parameter if self._panels is None else self._panels
         return floats if len(self.shape) == 2 else floats[table]
+
+    def _read(self, table: int, first: int, end: int) -> torch.Tensor:
+        return read_rows(self._floats(table), first, end, self.shape[-1])
 
     def _write(self, rows: Stored, first: int, table: int) -> None:
         assert isinstance(rows, torch.Tensor)
-        write_rows(self._floats(table), first, rows, self.shape[-2])
-
-    def _make_parts(self, table: int) -> tuple[Part, ...]:
-        num_rows, terms = self.shape[-2:]
-
-        def floats(first: int, end: int) -> torch.Tensor:
-            return read_rows(self._floats(table), first, end, terms)
-
-        return tuple(make_parts(self._codes[table], num_rows, floats))
+        write_rows(self._floats(table).data, first, rows, self.shape[-2])
 
 
 def weight_of(parameter: nn.Parameter) -> Weight:
-    """The weight that a parameter is the name of; one of floats in rows, if nobody made it."""
-    weight: Weight | None = parameter.__dict__.get(_ATTRIBUTE)
+    """The weight that a parameter names; if there is none yet, one of floats in rows."""
+    weight = find_weight(parameter)
     return Weight(parameter) if weight is None else weight
 
 
 def find_weight(parameter: torch.Tensor) -> Weight | None:
-    """The weight that a parameter is the name of; None: it is nothing but a parameter."""
+    """The weight that a parameter names; None: the parameter is nothing else."""
     weight: Weight | None = parameter.__dict__.get(_ATTRIBUTE)
     return weight
 
@@ -274,13 +264,13 @@ def weights_of(model: nn.Module) -> dict[Weight, list[nn.Module]]:
 
 
 def begin_weights(model: nn.Module) -> None:
-    """Everything will be loaded through weight loaders, and nobody reads a parameter meanwhile."""
+    """Announce that weight loaders bring all values, and that nothing reads a parameter before."""
     for weight in _with_known_readers(model):
         weight.begin()
 
 
 def finish_weights(model: nn.Module) -> None:
-    """Finish every weight of a model. One that a module of another kind holds too stays in rows."""
+    """Finish every weight of a model; one that a foreign module holds too stays in rows."""
     for weight in _with_known_readers(model):
         weight.finish()
 
@@ -292,6 +282,6 @@ def _with_known_readers(model: nn.Module) -> Iterator[Weight]:
 
 
 def num_weight_bytes(model: nn.Module) -> int:
-    """Memory that the parameters of a model take, and what they are the names of."""
+    """Memory that the parameters and weights of a model take."""
     weights = [(parameter, find_weight(parameter)) for parameter in model.parameters()]
     return sum(p.nbytes if weight is None else weight.num_bytes for p, weight in weights)

@@ -1,9 +1,9 @@
-"""A finished weight in parts, rows below rows, each in a form of its own."""
+"""The parts of a finished weight that holds codes: rows below rows, each part in its own form."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import torch
@@ -23,14 +23,14 @@ from vllm.ops.packed_linear import PackedWeight, packed_linear, rows_of_packed_p
 
 
 class Part(ABC):
-    """Rows ``start`` .. ``end - 1`` of a weight [num_rows, n]."""
+    """Rows ``start`` to ``end - 1`` of a weight [num_rows, n]; its methods count from ``start``."""
 
     def __init__(self, start: int, end: int, num_rows: int) -> None:
         self.start, self.end = start, end
         self._columns = None if (start, end) == (0, num_rows) else slice(start, end)
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
-        """Write these columns of ``out`` [tokens, num_rows]; bias: [num_rows]."""
+        """Write the columns of these rows to ``out`` [tokens, num_rows]; bias: [num_rows]."""
         if self._columns is not None:
             out = out[:, self._columns]
             bias = None if bias is None else bias[self._columns]
@@ -39,7 +39,7 @@ class Part(ABC):
     @property
     @abstractmethod
     def num_bytes(self) -> int:
-        """Memory that it takes."""
+        """Memory that the part takes."""
 
     @abstractmethod
     def _multiply(self, x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
@@ -47,16 +47,15 @@ class Part(ABC):
 
     @abstractmethod
     def look_up(self, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Those of its rows, counted from ``start``, as floats."""
+        """Return some of its rows as floats."""
 
     @abstractmethod
     def check(self, stored: Stored, first: int) -> None:
-        """WeightFormatError: ``stored`` cannot take the place of rows from ``first`` on, counted
-        from ``start``."""
+        """WeightFormatError: ``stored`` cannot replace rows from ``first`` on."""
 
     @abstractmethod
     def write(self, stored: Stored, first: int) -> None:
-        """Have it there."""
+        """Replace rows from ``first`` on."""
 
 
 class FloatPart(Part):
@@ -126,27 +125,30 @@ class CodePart(Part):
         if stored.shape[0] < self.end - self.start and not held.fits(stored):
             raise WeightFormatError(
                 f"{stored.description} with a table, an order of inputs or a rounding of them that "
-                "the rows beside it do not have",
+                "the rows beside them do not have",
                 held.description,
             )
 
     def write(self, stored: Stored, first: int) -> None:
         assert isinstance(stored, PackedWeight)
         end, num_rows = first + stored.shape[0], self.end - self.start
-        before = [self._run(0, first)] if first else []
-        after = [self._run(end, num_rows)] if end < num_rows else []
-        new = _one_below_another([*before, stored, *after])
-        self._order, self._activations = new.order, new.activations
-        for held, tensor in zip(self._panels.flat, new.make_panels().flat, strict=True):
+        self._order, self._activations = stored.order, stored.activations
+        whole = stored if end == num_rows else stored.above(self._run(end, num_rows))
+        if first:
+            whole = self._run(0, first).above(whole)
+        panels = whole.make_panels()
+        for held, tensor in zip(self._panels.flat, panels.flat, strict=True):
             if held is not None and tensor is not None:
                 held.view(torch.uint8).copy_(tensor.view(torch.uint8))
 
 
 def make_parts(
     codes: Mapping[int, PackedWeight], num_rows: int, floats: Callable[[int, int], torch.Tensor]
-) -> Iterator[Part]:
-    """Those of ``codes``, by their first rows, and of ``floats(start, end)`` between them; codes of
-    one form become one part."""
+) -> tuple[Part, ...]:
+    """Parts of ``codes``, keyed by their first rows, and of ``floats(start, end)`` between them.
+
+    Adjacent codes of one form become one part.
+    """
     runs: list[tuple[int, list[PackedWeight]]] = []
     end = -1
     for row in sorted(codes):
@@ -155,23 +157,20 @@ def make_parts(
         else:
             runs.append((row, [codes[row]]))
         end = row + codes[row].shape[0]
+    parts: list[Part] = []
     end = 0
     for start, weights in runs:
         if start > end:
-            yield FloatPart(end, num_rows, floats(end, start))
-        part = CodePart(start, num_rows, _one_below_another(weights))
-        yield part
-        end = part.end
+            parts.append(FloatPart(end, num_rows, floats(end, start)))
+        parts.append(CodePart(start, num_rows, weights[0].above(*weights[1:])))
+        end = parts[-1].end
     if end < num_rows:
-        yield FloatPart(end, num_rows, floats(end, num_rows))
-
-
-def _one_below_another(weights: Sequence[PackedWeight]) -> PackedWeight:
-    return weights[0].above(*weights[1:]) if len(weights) > 1 else weights[0]
+        parts.append(FloatPart(end, num_rows, floats(end, num_rows)))
+    return tuple(parts)
 
 
 def check_is_float(stored: Stored, dtype: torch.dtype) -> None:
-    """WeightFormatError: floats of that dtype, or panels of them, cannot become ``stored``."""
+    """WeightFormatError: ``stored`` cannot replace floats of that dtype."""
     if isinstance(stored, PackedWeight):
         raise WeightFormatError(stored.description, f"{dtype}")
     if stored.dtype not in LOADABLE_DTYPES:
@@ -188,14 +187,14 @@ def rows_at(weight: torch.Tensor, rows: torch.Tensor, num_rows: int, terms: int)
 
 
 def read_rows(weight: torch.Tensor, first: int, end: int, terms: int) -> torch.Tensor:
-    """Rows [end - first, terms] of floats or of their panels: a copy."""
+    """Copy rows [end - first, terms] out of floats or their panels."""
     if weight.dim() == 2:
         return weight[first:end].clone()
     return rows_of_panels(weight, first, end, terms)
 
 
 def write_rows(weight: torch.Tensor, first: int, rows: torch.Tensor, num_rows: int) -> None:
-    """Write rows from ``first`` on into floats [num_rows, n], or into their panels."""
+    """Write rows from ``first`` on to floats [num_rows, n] or their panels."""
     if weight.dim() == 2:
         weight[first : first + len(rows)].copy_(rows)
     else:

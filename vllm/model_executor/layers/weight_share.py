@@ -1,4 +1,4 @@
-"""The part of a checkpoint's tensor that a layer gets: rows, in runs, and some of their columns."""
+"""The rows of a checkpoint's tensor that a layer gets, in runs, and the columns of these rows."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class Run(NamedTuple):
     """Consecutive rows."""
 
     source: int
-    """The first one in the checkpoint's tensor."""
+    """The first row in the checkpoint's tensor."""
     length: int
     target: int
-    """Where it lies in the layer's weight."""
+    """The first row in the layer's weight."""
 
 
 class Piece(NamedTuple):
@@ -30,33 +30,33 @@ class Piece(NamedTuple):
 
     stored: Stored
     row: int = 0
-    """Where the first one lies."""
+    """The place of the first one."""
     table: int = 0
-    """Which of the weight's tables has them: an expert's number."""
+    """The table of the weight, which is an expert's number."""
 
 
 @dataclass(frozen=True)
 class Share:
-    """What a layer gets of one tensor of a checkpoint."""
+    """The part of one tensor of a checkpoint that a layer gets."""
 
     shape: tuple[int, int]
-    """The whole tensor's. A bias has its first entry alone."""
+    """Shape of the whole tensor; a bias has only the first entry."""
     runs: tuple[Run, ...]
     columns: tuple[int, int] | None = None
-    """The first one and their number; None: all."""
+    """The first column and their number; None: all."""
     table: int = 0
 
     @staticmethod
-    def of_all(rows: int, columns: int, table: int = 0) -> Share:
-        """The whole tensor."""
-        return Share((rows, columns), (Run(0, rows, 0),), table=table)
+    def of_all(rows: int, columns: int) -> Share:
+        """Make the share of a whole tensor."""
+        return Share((rows, columns), (Run(0, rows, 0),))
 
     def check(self, stored: Stored) -> None:
-        """WeightShapeError: it is not of that shape."""
+        """WeightShapeError: the tensor has another shape."""
         check_shape(stored, self.shape)
 
     def pieces(self, stored: Stored) -> Iterator[Piece]:
-        """CutGroupError: the columns do not hold whole groups of codes."""
+        """Cut the tensor. CutGroupError: the columns do not hold whole groups of codes."""
         for run in self.runs:
             piece: Stored = stored.narrow(0, run.source, run.length)
             if self.columns is not None:
@@ -64,7 +64,7 @@ class Share:
             yield Piece(piece, run.target, self.table)
 
     def copy_entries(self, loaded: torch.Tensor, entries: torch.Tensor) -> None:
-        """The same of a bias, or of whatever has something for each row: into ``entries``."""
+        """Copy the share of a bias, or of another tensor with one entry per row, to ``entries``."""
         check_shape(loaded, (self.shape[0], *entries.shape[1:]))
         for run in self.runs:
             part = loaded.narrow(0, run.source, run.length)
@@ -72,15 +72,11 @@ class Share:
 
 
 def joined(runs: Iterable[Run]) -> tuple[Run, ...]:
-    """Runs that go on where the one before them ends, in the tensor and in the weight, are one."""
+    """Join runs that follow one another both in the tensor and in the weight."""
     found: list[Run] = []
     for run in runs:
-        last = found[-1] if found else None
-        if last is not None and run == (
-            last.source + last.length,
-            run.length,
-            last.target + last.length,
-        ):
+        last = found[-1] if found else Run(-1, 0, -1)
+        if (run.source - last.source, run.target - last.target) == (last.length, last.length):
             found[-1] = last._replace(length=last.length + run.length)
         else:
             found.append(run)

@@ -8,7 +8,7 @@ __all__ = ["get_model"]
 
 
 def __getattr__(name: str) -> Any:
-    # Layers import weight_utils from here; the loader imports the config, which they precede.
+    # Imported late: models import weight_utils from this package, and the loader imports models.
     if name == "get_model":
         from vllm.model_executor.model_loader.loader import get_model
 

@@ -1,4 +1,4 @@
-"""Where the tensors of a checkpoint lie, and reading them one by one."""
+"""Finds the tensors of a checkpoint and reads them one by one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 INDEX_FILES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 SINGLE_FILE = "model.safetensors"
 _VALUES_PER_STORED = 8
-"""At most: weights of 4 bits, eight in an integer."""
+"""The most there can be: weights of 4 bits, eight in an integer."""
 _DTYPES = {
     **{f"F{bits}": getattr(torch, f"float{bits}") for bits in (16, 32, 64)},
     **{f"I{bits}": getattr(torch, f"int{bits}") for bits in (8, 16, 32, 64)},
@@ -32,15 +32,15 @@ _DTYPES = {
 }
 _UNREAD = (".bin", ".gguf", ".pt", ".pth", ".safetensors")
 _ALLOW_PATTERNS = {"safetensors": ["*.safetensors", "*.json"], "pt": ["pytorch_model*", "*.json"]}
-"""Files of a hub id that are fetched, by format."""
+"""Patterns of the files that are fetched from the hub, by format."""
 
 
 def checkpoint_folder(
     model_config: ModelConfig, load_config: LoadConfig, *, fetches: bool = True
 ) -> Path:
-    """The folder of a local checkpoint, or of a hub id after fetching what is missing of it.
+    """The folder of a local checkpoint, or of a hub id after fetching its missing files.
 
-    fetches: off, what was fetched before is all there is.
+    fetches: if False, only files that were fetched before are used.
     """
     folder = Path(model_config.model).expanduser()
     if folder.is_dir():
@@ -80,7 +80,7 @@ def _fetched(
 
 
 def find_weight_files(folder: Path, load_format: str = "auto") -> list[Path]:
-    """The files that hold the weights, all of one format: safetensors where there are any, unless
+    """The files with the weights, all of one format: safetensors if there are any, unless
     ``load_format`` says otherwise."""
     found: list[Path] = []
     if load_format != "pt":
@@ -99,7 +99,7 @@ def find_weight_files(folder: Path, load_format: str = "auto") -> list[Path]:
 
 
 def _safetensors_files(folder: Path) -> list[Path]:
-    """Those of the index, or the one file, or all there are."""
+    """The files of the index, or the single file, or all that there are."""
     index = folder / INDEX_FILES[0]
     if index.is_file():
         return _files_of_index(index)
@@ -138,9 +138,9 @@ def _files_of_index(index: Path) -> list[Path]:
 
 
 def check_sizes(files: list[Path], model_config: ModelConfig) -> None:
-    """ValueError: the config describes a far larger model than these weights are.
+    """ValueError: the config describes a model that is far larger than these weights.
 
-    Looked at before memory for it is asked for; what is missing in detail shows later.
+    This is checked before memory is allocated; single missing weights are found while loading.
     """
     num_tensors = num_values = 0
     for _, tensor in iterate_shapes(files):
@@ -173,9 +173,9 @@ def _opened(path: Path) -> Iterator[Any]:
 
 
 def iterate_shapes(files: Iterable[Path]) -> Iterator[tuple[str, torch.Tensor]]:
-    """As :func:`iterate_weights`, tensors without memory: from the files' headers alone.
+    """Yield what :func:`iterate_weights` does, but tensors without memory, from the headers alone.
 
-    ValueError: a name is there twice, and nothing says which tensor is meant.
+    ValueError: a name is there twice, so it is unknown which tensor is meant.
     """
     holders: dict[str, Path] = {}
     for path in files:
@@ -205,12 +205,12 @@ def _shapes_of(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def tensor_names(files: Iterable[Path]) -> set[str]:
-    """Of all tensors."""
+    """Names of all tensors."""
     return {name for name, _ in iterate_shapes(files)}
 
 
 def iterate_weights(files: Iterable[Path]) -> Iterator[tuple[str, torch.Tensor]]:
-    """``(name, tensor)`` of every tensor, on the CPU, read when its turn comes."""
+    """Yield ``(name, tensor)`` of every tensor, on the CPU; each is read when its turn comes."""
     for path in files:
         if not is_safetensors(path):
             yield from read_torch_file(path).items()
@@ -221,5 +221,5 @@ def iterate_weights(files: Iterable[Path]) -> Iterator[tuple[str, torch.Tensor]]
 
 
 def is_safetensors(path: Path) -> bool:
-    """Whether a file of weights is one; all others are torch's."""
+    """Tell safetensors files from torch's, which all other files of weights are."""
     return path.suffix == ".safetensors"

@@ -1,4 +1,4 @@
-"""From a config to a model that is ready to run."""
+"""Builds the model of a config and loads its weights."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ logger = init_logger(__name__)
 
 _VECTOR_SPREAD = 0.1
 
-# torch's default dtype belongs to the process: one model is built at a time.
+# torch's default dtype belongs to the process, so one model is built at a time.
 _build_lock = threading.Lock()
 
 
@@ -58,11 +58,11 @@ def initialize_model(
     device: str | None = None,
     model_class: Callable[..., nn.Module] | None = None,
 ) -> nn.Module:
-    """The model with its parameters allocated, once, in their dtype and on their device.
+    """Build the model, with parameters allocated once, in their dtype and on their device.
 
     Its attention and recurrent layers enter the config's ``static_forward_context``.
-    device: another one; on "meta" parameters have shapes and no memory. model_class: what is
-    made; by default what runs the checkpoint.
+    device: overrides the config's; on "meta" parameters have shapes and no memory. model_class:
+    the class to build; None: the class that runs the checkpoint.
     """
     model_config = vllm_config.model_config
 
@@ -80,13 +80,13 @@ def initialize_model(
 
 
 def _check_memory(vllm_config: VllmConfig) -> None:
-    """ValueError: a model of these sizes cannot fit; says so before it is tried."""
+    """ValueError: a model of these sizes cannot fit. This is checked before it is built."""
     model_config, platform = vllm_config.model_config, vllm_config.device_config.platform
     hidden_size, num_layers = (
         model_config.get_hidden_size(),
         model_config.get_total_num_hidden_layers(),
     )
-    # A layer has at least one square matrix; nothing more is known of every family.
+    # All that holds for every family: a layer has at least one square matrix.
     values = model_config.get_vocab_size() * hidden_size + num_layers * hidden_size**2
     least_bytes, memory_bytes = values * model_config.dtype.itemsize, platform.total_memory_bytes()
     if least_bytes > memory_bytes:
@@ -100,8 +100,8 @@ def _check_memory(vllm_config: VllmConfig) -> None:
 def find_weights(vllm_config: VllmConfig, *, fetches: bool = True) -> list[Path] | None:
     """The files of the weights; None: there are none to read (``load_format="dummy"``).
 
-    fetches: those of a hub id come from the hub, if need be. ValueError: they are not there, or no
-    model of the config's sizes can come of them here.
+    fetches: missing files of a hub id come from the hub. ValueError: files are missing, or the
+    config's sizes do not fit the files or this machine.
     """
     model_config, load_config = vllm_config.model_config, vllm_config.load_config
     files = None
@@ -119,16 +119,16 @@ def load_checkpoint(
     files: list[Path],
     iterate: Callable[[Iterable[Path]], Iterator[tuple[str, torch.Tensor]]] = iterate_weights,
 ) -> None:
-    """Fill ``model`` from these files, through ``iterate``.
+    """Fill ``model`` from these files, read by ``iterate``.
 
-    ValueError names what is wrong: a weight that is missing, left over or of another
-    shape, a file that is missing or damaged.
+    ValueError names a weight that is missing, left over or of another shape, or a file that is
+    missing or damaged.
     """
     shown = tqdm(
         files, desc="Loading weights", unit="file", disable=not shows_progress(files, vllm_config)
     )
     weights = stored_weights(vllm_config.model_config, files, iterate(shown))
-    if not is_all_ours(model):  # others know tensors only
+    if not is_all_ours(model):  # foreign models know tensors only
         weights = dequantise_all(weights, vllm_config.model_config.dtype)
     parameters = {name for name, _ in model.named_parameters()}
     tensors = cast(Iterable[tuple[str, torch.Tensor]], weights)
@@ -142,15 +142,15 @@ def load_checkpoint(
 
 
 def shows_progress(files: list[Path], vllm_config: VllmConfig) -> bool:
-    """A bar is worth its line for several files only."""
+    """Return whether to show a progress bar: for several files only."""
     return vllm_config.load_config.use_tqdm_on_load and len(files) > 1
 
 
 def initialize_dummy_weights(model: nn.Module, seed: int) -> None:
-    """Fill every parameter by ``seed``, so that activations keep a reasonable scale.
+    """Fill every parameter from ``seed``, so that activations keep a reasonable scale.
 
-    Matrices are uniform with variance 1 / fan-in. Vectors (norms, biases, decays) keep the
-    value they were built with, spread a little, so that no two layers are alike.
+    Matrices are uniform with variance 1 / fan-in. Vectors (norms, biases, decays) keep their
+    initial values plus a little noise, so that no two layers are alike.
     """
     generators: dict[torch.device, torch.Generator] = {}
     for parameter in model.parameters():
@@ -168,14 +168,14 @@ def initialize_dummy_weights(model: nn.Module, seed: int) -> None:
 
 @torch.no_grad()
 def get_model(*, vllm_config: VllmConfig) -> nn.Module:
-    """Build the model of ``vllm_config`` with its weights (``load_format``), all finished."""
+    """Build the model of ``vllm_config``, load its weights (``load_format``) and finish them."""
     start = time.perf_counter()
     files = find_weights(vllm_config)
     model = initialize_model(vllm_config)
     if files is None:
         initialize_dummy_weights(model, vllm_config.model_config.seed)
     else:
-        if is_all_ours(model):  # others may read weights while they load
+        if is_all_ours(model):  # foreign models may read weights while they load
             begin_weights(model)
         load_checkpoint(model, vllm_config, files)
     prepare_heads(model, vllm_config.model_config.head_quantization)

@@ -1,4 +1,4 @@
-"""Tensors of a quantised checkpoint, module by module as weights."""
+"""Joins the tensors of each module of a quantised checkpoint into a weight."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ logger = init_logger(__name__)
 
 Weight = torch.Tensor | PackedWeight | PackedExperts
 _OF_ALL_EXPERTS = ("_proj_activation_scale", "_proj_input_scale")
-"""Ends of names of what UNUSED is beside a tensor of all experts."""
+"""Ends of the names that UNUSED tensors have beside a tensor of all experts."""
 
 
 def stored_weights(
     model_config: ModelConfig, files: list[Path], tensors: Iterable[tuple[str, torch.Tensor]]
 ) -> Iterable[tuple[str, Weight]]:
-    """``tensors``, which are those of the files; of a quantised checkpoint as weights."""
+    """Yield ``tensors`` of the files; those of a quantised checkpoint joined into weights."""
     config = model_config.quantization_config
     if config is None:
         return tensors
@@ -50,11 +50,11 @@ def join_stored_weights(
     *,
     as_served: bool = False,
 ) -> Iterator[tuple[str, Weight]]:
-    """``(name, tensor)`` of everything that is not quantised, ``(name, weight)`` of what is.
+    """Yield ``(name, tensor)`` for tensors that are not quantised, else ``(name, weight)``.
 
-    names: of all tensors of the checkpoint. A module that has only a float weight is not quantised,
-    listed or not. as_served: weights say how their inputs are rounded. ValueError names a tensor
-    that is missing or wrong.
+    names: all tensors of the checkpoint. A module that has only a float weight counts as not
+    quantised, listed or not. as_served: weights tell how their inputs are rounded. ValueError names
+    a tensor that is missing or wrong.
     """
     waiting: dict[str, dict[str, torch.Tensor]] = defaultdict(dict)
     num_unused = 0
@@ -90,7 +90,7 @@ def join_stored_weights(
 def dequantise_all(
     weights: Iterable[tuple[str, Weight]], dtype: torch.dtype
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Those that are stored in another way become tensors of that dtype."""
+    """Yield the weights with quantised ones dequantised to ``dtype``."""
     for name, weight in weights:
         if isinstance(weight, torch.Tensor):
             yield name, weight

@@ -1,4 +1,4 @@
-"""From a tensor of a checkpoint to a parameter of a layer."""
+"""Helpers that bring a tensor of a checkpoint into a parameter."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ class NamedWeight(NamedTuple, Generic[Stored]):
 
     name: str
     written: str
-    """As the checkpoint spells it."""
+    """The checkpoint's spelling of the name."""
     weight: Stored
 
 
 def each_once(
     weights: Iterable[tuple[str, Stored]], name_of: Callable[[str], str]
 ) -> Iterator[NamedWeight[Stored]]:
-    """Weights under the names that the model has for them.
+    """Yield weights under the names that the model has for them.
 
-    Several spellings may mean one weight: with a prefix and without, a float copy beside the
+    One weight may have several spellings: with a prefix and without, or a float copy beside the
     tensors of a quantised one. ValueError: two of them are there, and either may be the right one.
     """
     spellings: dict[str, str] = {}
@@ -47,7 +47,7 @@ def each_once(
 
 
 def check_dtype(name: str, tensor: torch.Tensor) -> None:
-    """ValueError: what the file calls so are no weights as they are."""
+    """ValueError: the tensor is not floats, so it cannot be loaded as it is."""
     if tensor.dtype not in LOADABLE_DTYPES:
         raise ValueError(
             f"weight {name!r} is {tensor.dtype} in the checkpoint; without a "
@@ -65,7 +65,7 @@ def default_weight_loader(param: torch.Tensor, loaded_weight: torch.Tensor) -> N
 def dequantised(
     name: str, weight: PackedWeight | PackedExperts, dtype: torch.dtype
 ) -> torch.Tensor:
-    """The weight as floats. ValueError: its inputs are to be rounded, which they are not then."""
+    """The weight as floats. ValueError: its inputs have to be rounded, which needs codes."""
     if weight.activations is not None:
         raise ValueError(
             f"activation_quantization='as_served': weight {name!r} is dequantised while it loads, "

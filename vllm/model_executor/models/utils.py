@@ -1,4 +1,4 @@
-"""Parts of models that are not layers: names, lists of layers, loading of weights."""
+"""Helpers of models: names, lists of layers, loading of weights."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ LLAVA_PREFIXES: Mapping[str, str] = {
     "model.": "language_model.model.",
     "lm_head.": "language_model.lm_head.",
 }
-"""``checkpoint_prefixes`` where a language model lies whole beside a vision tower."""
+"""``checkpoint_prefixes`` of a whole language model beside a vision tower."""
 
 _MOST_NAMES_SHOWN = 8
 DERIVED_SUFFIXES = (
@@ -45,16 +45,16 @@ DERIVED_SUFFIXES = (
     *(f".{module}.{mask}" for module in ("attn", "attention") for mask in ("bias", "masked_bias")),
     ".attn.causal_mask",
 )
-"""Of tables and masks that old checkpoints hold, and that every engine computes anew."""
+"""Suffixes of tables and masks in old checkpoints, which every engine computes anew."""
 
 
 def maybe_prefix(prefix: str, name: str) -> str:
-    """``prefix.name``, or ``name`` when there is no prefix."""
+    """Join ``prefix.name``; without a prefix return ``name``."""
     return f"{prefix}.{name}" if prefix else name
 
 
 def extract_layer_index(layer_name: str) -> int:
-    """Of ``model.layers.7.self_attn.attn`` 7. ValueError: there is no number, or several."""
+    """The 7 in ``model.layers.7.self_attn.attn``. ValueError: there is no number, or several."""
     numbers = [int(part) for part in layer_name.split(".") if part.isdigit()]
     if len(numbers) != 1:
         raise ValueError(f"{layer_name!r} has {len(numbers)} numbers in it, a layer has one")
@@ -62,7 +62,7 @@ def extract_layer_index(layer_name: str) -> int:
 
 
 def number_at_end(name: str) -> int:
-    """Of ``model.layers.7`` 7; -1: there is none."""
+    """The 7 in ``model.layers.7``; -1: there is no number."""
     last = name.rpartition(".")[2]
     return int(last) if last.isdecimal() else -1
 
@@ -70,14 +70,14 @@ def number_at_end(name: str) -> int:
 def make_layers(
     num_layers: int, make_layer: Callable[[int, str], nn.Module], prefix: str
 ) -> nn.ModuleList:
-    """``make_layer(index, its prefix)`` for every index."""
+    """Call ``make_layer(index, prefix)`` for every index."""
     return nn.ModuleList(make_layer(i, f"{prefix}.{i}") for i in range(num_layers))
 
 
 def make_empty_intermediate_tensors_factory(
     keys: Sequence[str], hidden_size: int
 ) -> Callable[[int, torch.dtype, torch.device], IntermediateTensors]:
-    """What makes zeros [batch_size, hidden_size] under each of ``keys``."""
+    """Return a function that makes zeros [batch_size, hidden_size] under each of ``keys``."""
 
     def make(batch_size: int, dtype: torch.dtype, device: torch.device) -> IntermediateTensors:
         shape = (batch_size, hidden_size)
@@ -89,7 +89,7 @@ def make_empty_intermediate_tensors_factory(
 
 
 def require_option(config: Any, **supported: Any) -> None:
-    """UnsupportedConfigError: the config asks for something that the class does not do."""
+    """UnsupportedConfigError: an option has a value that the class does not support."""
     for name, value in supported.items():
         found = config_value(config, (name,))
         if found is not None and (found or None) != (value or None):
@@ -101,9 +101,9 @@ def require_option(config: Any, **supported: Any) -> None:
 def layer_kind(
     config: Any, index: int, supported: Collection[str], option: str = "layer_types"
 ) -> str:
-    """What the config's list ``option`` calls the layer at ``index``.
+    """The kind of the layer at ``index``, by the config's list ``option``.
 
-    ValueError: that is none of ``supported``, or the list does not reach there.
+    ValueError: it is not in ``supported``, or the list is too short.
     """
     kinds = config_value(config, (option,)) or ()
     kind = kinds[index] if index < len(kinds) else None
@@ -120,29 +120,29 @@ class _Target(NamedTuple):
     param: nn.Parameter
     shard_id: ShardId
     layout: int
-    """Which of the ways in which its parameter may lie in a checkpoint this tensor is part of."""
+    """Index of the layout of the parameter to which this tensor belongs."""
 
 
 Weight = torch.Tensor | PackedWeight | PackedExperts
 
 Convert = Callable[[str, Any], Any]
-"""``convert(name in the checkpoint, tensor)``: the tensor as the layers have it."""
+"""``convert(name in the checkpoint, tensor)`` returns the tensor as the layers have it."""
 
 
 @runtime_checkable
 class HasLayouts(Protocol):
-    """A module whose parameters may lie in a checkpoint in several ways."""
+    """A module whose parameters have several layouts in checkpoints."""
 
     def checkpoint_layouts(self, leaf: str) -> Sequence[Mapping[str, ShardId]]:
-        """Of a parameter of its own: in each way the tensors' names, and their shards."""
+        """For one of its parameters, list each layout: names of tensors and their shards."""
         ...
 
 
 class CheckpointNames:
     """Names of parameters as a checkpoint spells them.
 
-    stacked: how modules that hold several projections are named. renamed: parts of names, own ->
-    the checkpoint's; whole words between dots. prefixes: beginnings of names, after that.
+    stacked: names of modules that hold several projections. renamed: parts of names, own -> the
+    checkpoint's; whole words between dots. prefixes: beginnings of names, applied afterwards.
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class CheckpointNames:
         self._pattern = re.compile(rf"(?<![^.])(?:{parts})(?![^.])") if parts else None
 
     def spell(self, name: str) -> str:
-        """One name."""
+        """Return the checkpoint's spelling of a name."""
         if self._pattern is not None:
             name = self._pattern.sub(lambda match: self._renamed[match[0]], name)
         for own, theirs in self._prefixes.items():
@@ -165,7 +165,7 @@ class CheckpointNames:
         return name
 
     def layouts(self, root: nn.Module, name: str) -> list[dict[str, ShardId]]:
-        """The ways in which a parameter may lie in the file: its tensors, and their shards."""
+        """List the layouts of a parameter in the file: its tensors and their shards."""
         module, _, leaf = name.rpartition(".")
         parent, _, last = module.rpartition(".")
         if last in self._stacked:
@@ -182,14 +182,14 @@ class CheckpointNames:
 class AutoWeightsLoader:
     """Loads a checkpoint into a module, strictly.
 
-    Every parameter must be found, every tensor used, every shape right; a ValueError
-    names, as the checkpoint spells them, those that are not.
+    Every parameter has to be found, every tensor used, every shape right. Otherwise a ValueError
+    names the exceptions as the checkpoint spells them.
 
     stacked, renamed, checkpoint_prefixes: see :class:`CheckpointNames`. convert: applied to every
-    tensor. floats_are_transposed: that is what it undoes, which no weight needs that has its
-    outputs first in any family. base_prefix: beginning of names that some checkpoints leave out.
-    skip_prefixes: tensors of the checkpoint to pass over where the module has no place for them (a
-    tied head has one for its bias); their numbers are logged.
+    tensor. floats_are_transposed: convert undoes this, so codes with outputs first do without it.
+    base_prefix: beginning of names that some checkpoints leave out. skip_prefixes: tensors of the
+    checkpoint to skip unless the module has a place for them (a tied head has one for its bias);
+    their numbers are logged.
     """
 
     def __init__(
@@ -217,7 +217,7 @@ class AutoWeightsLoader:
                     self.targets[file_name] = _Target(name, param, shard_id, layout)
 
     def load_weights(self, weights: Iterable[tuple[str, Weight]]) -> set[str]:
-        """Load ``(name, tensor)`` pairs; returns the names of the parameters."""
+        """Load ``(name, tensor)`` pairs and return the names of the parameters."""
         loaded: set[str] = set()
         unexpected: list[str] = []
         zero_biases: list[str] = []
@@ -253,7 +253,7 @@ class AutoWeightsLoader:
         return written if written in self.targets else self.base_prefix + written
 
     def _compare_layouts(self, loaded: set[str]) -> tuple[list[str], list[str]]:
-        """Names that are missing, and those of a parameter that lies there in a second way too."""
+        """Names that are missing, and names of a second layout of a parameter that has one."""
         chosen: dict[str, int] = {}
         for name, target in self.targets.items():
             if name in loaded:
@@ -312,7 +312,7 @@ class AutoWeightsLoader:
 
 
 def is_zero_bias(name: str, tensor: Weight) -> bool:
-    """Whether it adds nothing, wherever it is added."""
+    """Return whether the tensor is a bias of zeros."""
     if not name.endswith(".bias") or not isinstance(tensor, torch.Tensor) or tensor.is_meta:
         return False
     return not tensor.any()

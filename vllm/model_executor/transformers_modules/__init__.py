@@ -1,23 +1,25 @@
 """transformers' own modules on our pool: any causal model that has no class of ours.
 
-    choice        our class, or transformers' module: what it makes of a config
-    loading       its weights, by transformers' own loading
-    boundaries    its decoder layers: rows are captured between them, none runs above the deepest;
-                  encoders of something else than text: dropped
-    survey        what a pass over a few tokens shows: which attention is asked for, with which
-                  mask; what modules keep in themselves, which is refused
-    sequences     a way to run the requests of a step
-    packed        all requests of a step as one sequence, attention through our layers
-    one_by_one    one request after another, what transformers caches kept in the pool
-    cached        what transformers caches of a layer, as layers of ours
-    positions     rope scalings that follow the length of the sequence, request by request
-    row_by_row    functions of torch whose bits depend on the batch, replaced
-    parts         linear layers, replaced by ours; experts: those of mixtures
-    mlps          what lies between products, by the shared operations where they give the same
-    rotations     of queries and keys, likewise
+    choice        chooses our class or transformers' module for a config
+    loading       loads weights by transformers' own loading
+    boundaries    finds the decoder layers: rows are captured between them, and none runs above the
+                  deepest; drops encoders of other things than text
+    survey        runs a pass over a few tokens to find which attention is asked for, with which
+                  mask, and whether modules keep state, which is refused
+    sequences     the interface of ways to run the requests of a step
+    one_sequence  runs all requests of a step as one sequence, with attention through our layers
+    one_by_one    runs one request after another, and keeps what transformers caches in the pool
+    without_cache runs one request after another, each from its first token
+    cached        keeps what transformers caches of a layer, as layers of ours
+    positions     follows the length of each sequence in rope scalings that depend on it
+    row_by_row    replaces functions of torch whose bits depend on the batch
+    parts         replaces linear layers and norms by ours
+    experts       replaces experts of mixtures
+    mlps          replaces what lies between products by shared operations that give the same
+    rotations     replaces rotations of queries and keys, likewise
     model         the model class that the engine sees
 
-The result is held against plain transformers when the model is loaded (vllm.v1.worker.self_check).
+When a model is loaded, the result is compared with plain transformers (vllm.v1.worker.self_check).
 
-Nothing here knows a family. What cannot be served right is refused when the engine starts.
+Nothing here knows a family. Modules that cannot be served right are refused at the start.
 """

@@ -17,17 +17,17 @@ _SURVEY_TOKENS = 3
 
 
 class NotServableError(ValueError):
-    """Why a module cannot run in some way: told to the user when no way is left."""
+    """A module cannot run in some way; the user sees the reason if no way is left."""
 
 
 def reads_more_than_text(model: Any) -> bool:
-    """Whether its config describes encoders of something else beside the decoder."""
+    """Tell whether the config describes encoders of other things than text."""
     return model.config.get_text_config(decoder=True) is not model.config
 
 
 @contextmanager
 def failures_refuse() -> Iterator[None]:
-    """A pass that only looks: whatever goes wrong in it is a reason not to go this way."""
+    """Turn any failure of a trial pass into a reason against this way."""
     try:
         yield
     except NotServableError:
@@ -39,8 +39,8 @@ def failures_refuse() -> Iterator[None]:
 def drop_encoders(model: Any) -> None:
     """Leave out the parts of the model that a pass over text does not call.
 
-    Looked at are the outer ones, never parts of a decoder: experts may be called for other texts.
-    NotServableError: it computes nothing of text alone.
+    Only outer parts are considered, never those of a decoder, whose experts other texts may call.
+    NotServableError: the model computes nothing from text alone.
     """
     outer = [
         (parent, name, child)
@@ -66,7 +66,7 @@ def drop_encoders(model: Any) -> None:
 
 
 class LayersDoneError(Exception):
-    """Ends a forward pass before a layer that nobody asked for; no error."""
+    """Ends a forward pass before a layer that is not needed; not an error."""
 
     def __init__(self, hidden: torch.Tensor) -> None:
         super().__init__()
@@ -77,8 +77,8 @@ class LayersDoneError(Exception):
 def find_decoder_layers(model: Any, num_layers: int) -> nn.ModuleList:
     """The list of decoder layers: the outermost of that length whose class the model records.
 
-    transformers names the class in ``_can_record_outputs`` or ``_no_split_modules``; a model that
-    names none has its outermost list taken. Encoders of something else are left aside.
+    transformers names the class in ``_can_record_outputs`` or ``_no_split_modules``; without a
+    name the outermost list is taken. Encoders are left aside.
     """
     text = model.get_decoder() if reads_more_than_text(model) else model
     lists = [m for m in text.modules() if isinstance(m, nn.ModuleList) and len(m) == num_layers]
@@ -95,7 +95,7 @@ def find_decoder_layers(model: Any, num_layers: int) -> nn.ModuleList:
 
 
 def find_decoder(model: Any, layers: nn.ModuleList) -> str:
-    """Path of the innermost module around ``layers`` that token ids are given to."""
+    """Path of the innermost module around ``layers`` that gets token ids."""
     path = next(name for name, module in model.named_modules() if module is layers)
     while path:
         path = path.rpartition(".")[0]
@@ -117,11 +117,11 @@ def _names_of_layer_classes(model: Any) -> set[str]:
 
 
 class Boundaries:
-    """Hands the stream over at the boundaries of decoder layers while a pass runs.
+    """Hands over the stream at the boundaries of decoder layers while a pass runs.
 
-    width, dtype: of a residual stream; several of a token are one row. skipped: layers that do not
-    run, which leave it as it is. A pass without a :meth:`watch` around it runs as if nothing was
-    there.
+    width, dtype: those of a residual stream; several streams of a token are one row. skipped:
+    layers that do not run and leave the stream as it is. Without :meth:`watch` around it, a pass
+    runs as usual.
     """
 
     def __init__(
@@ -150,9 +150,9 @@ class Boundaries:
 
     @contextmanager
     def watch(self, sink: RowSink | None, num_layers_to_run: int | None) -> Iterator[None]:
-        """One pass: its rows go to ``sink``, and layers from that index on do not run.
+        """Watch one pass: its rows go to ``sink``, and layers from that index on do not run.
 
-        RuntimeError unless the layers ran in their order, once each.
+        RuntimeError: the layers did not run in their order, once each.
         """
         self._sink, self._num_layers_to_run = sink, num_layers_to_run
         begun = self._layers_begun = []
@@ -172,11 +172,11 @@ class Boundaries:
 
     @property
     def current_layer(self) -> int | None:
-        """Index of the layer that runs; None: none has begun."""
+        """Index of the running layer; None: none has begun."""
         return self._layers_begun[-1] if self._layers_begun else None
 
     def _before(self, indices: range) -> Callable[..., None]:
-        """Of the last of these layers; those before it are skipped."""
+        """Make the hook before the last of these layers; those before it do not run."""
 
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if self._layers_begun is None:
@@ -202,7 +202,7 @@ class Boundaries:
     def _as_rows(self, stream: Any, layer_id: int) -> torch.Tensor:
         """[1, tokens, hidden] or [tokens, hidden] -> [tokens, hidden] in the model's dtype.
 
-        Several streams: [1, tokens, streams, hidden] or [streams, 1, tokens, hidden].
+        With several streams: [1, tokens, streams, hidden] or [streams, 1, tokens, hidden].
         """
         if torch.is_tensor(stream) and stream.dim() == 4 and self._num_streams > 1:
             is_first = len(stream) == self._num_streams and stream.shape[1] == 1

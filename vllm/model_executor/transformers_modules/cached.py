@@ -1,8 +1,8 @@
-"""What transformers caches of a layer, kept in the pool between two steps.
+"""Keeps in the pool, between two steps, what transformers caches of a layer.
 
-``DynamicCache`` holds tensors that grow by a row a token (keys, values, keys of an indexer) and
-states of fixed size (of convolutions, of recurrences). Each kind has a layer of ours with a place
-in the pool; before a pass the cache of a request is filled from there, afterwards it goes back.
+``DynamicCache`` holds tensors that grow by a row per token (keys, values, keys of an indexer) and
+states of fixed size (of convolutions and recurrences). Each kind has a layer of ours with a place
+in the pool. Before a pass the cache of a request is filled from there; afterwards it goes back.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Part:
-    """One request's tokens of a step."""
+    """The tokens of one request in a step."""
 
     index: int
-    """Of the request in the step."""
+    """Index of the request in the step."""
     start: int
-    """Of its tokens in the flat batch."""
+    """Index of its first token in the flat batch."""
     num_computed: int
     num_tokens: int
 
 
 class CachedRows(nn.Module, AttentionLayerBase):
-    """Two tensors that grow by a row a token: [1, heads, tokens, key_size] and [..., value_size].
+    """Two tensors that grow by a row per token: [1, heads, tokens, key_size], [..., value_size].
 
-    ``kv_cache``: [blocks, pages, 16, heads, key_size + value_size], in the model's dtype without
-    another one.
+    ``kv_cache``: [blocks, pages, 16, heads, key_size + value_size], by default in the model's
+    dtype.
     """
 
     kv_cache: torch.Tensor
@@ -77,7 +77,7 @@ class CachedRows(nn.Module, AttentionLayerBase):
         return metadata
 
     def load(self, part: Part) -> tuple[torch.Tensor, torch.Tensor]:
-        """The rows of the tokens that were computed before this step."""
+        """Return the rows of tokens that were computed before this step."""
         _, pages, page_tokens, _, _ = self.kv_cache.shape
         position = torch.arange(part.num_computed, device=self.kv_cache.device)
         page = position // page_tokens
@@ -87,7 +87,7 @@ class CachedRows(nn.Module, AttentionLayerBase):
         return keys.contiguous(), values.contiguous()
 
     def store(self, part: Part, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """The rows of this step's tokens; keys, values: those of all tokens so far."""
+        """Keep the rows of this step's tokens; keys, values: those of all tokens so far."""
         new_keys, new_values = (
             x[0, :, part.num_computed :].transpose(0, 1).to(self.kv_cache.dtype).contiguous()
             for x in (keys, values)
@@ -98,7 +98,7 @@ class CachedRows(nn.Module, AttentionLayerBase):
 
 
 class CachedStates(nn.Module, AttentionLayerBase):
-    """Tensors of fixed size, [1, ...] each. ``kv_cache``: one [blocks, ...] for each."""
+    """Tensors of fixed size, [1, ...] each. ``kv_cache``: [blocks, ...] for each of them."""
 
     kv_cache: tuple[torch.Tensor, ...]
 
@@ -118,7 +118,7 @@ class CachedStates(nn.Module, AttentionLayerBase):
         )
 
     def plan(self) -> HostStates:
-        """Blocks of the states, and of what is kept of them on the way."""
+        """Blocks of the states, and of the snapshots that are kept on the way."""
         metadata: RecurrentMetadata = get_forward_context().attn_metadata[self.layer_name]
         return metadata.states.on_host()
 
@@ -135,7 +135,7 @@ _STATES = frozenset({"conv_states", "recurrent_states"})
 
 
 class LayerCaches(nn.Module):
-    """Our layers for everything in one layer of a ``DynamicCache``.
+    """Our layers for all that one layer of a ``DynamicCache`` holds.
 
     example: that layer after a pass over ``num_tokens`` tokens.
     """
@@ -165,7 +165,7 @@ class LayerCaches(nn.Module):
         self._kernel_sizes = dict(getattr(example, "conv_kernel_size", {}))
 
     def fill(self, layer: Any, part: Part) -> None:
-        """Make ``layer``, which is new, what the request's was after the step before."""
+        """Fill the new ``layer`` with what the request's layer held after the last step."""
         if self.rows is not None:
             keys, values = self.rows.load(part)
             layer.lazy_initialization(keys, values)
@@ -200,7 +200,7 @@ class LayerCaches(nn.Module):
 
 
 def _states_of(layer: Any) -> list[tuple[str, int, torch.Tensor]]:
-    """Attribute, key and tensor of every state of fixed size."""
+    """Yield attribute, key and tensor of every state of fixed size."""
     return [
         (name, key, tensor)
         for name in sorted(_STATES)
@@ -220,7 +220,7 @@ def _refuse_unknown(layer: Any) -> None:
 
 
 def _holds_tensors(x: Any) -> bool:
-    """Whether it is one, or a collection with one in it."""
+    """Return whether the value is a tensor, or a collection with one in it."""
     if isinstance(x, Mapping):
         return any(map(_holds_tensors, x.values()))
     if isinstance(x, list | tuple | set):

@@ -1,4 +1,4 @@
-"""Which class runs a checkpoint: one of ours, or transformers' module (``model_impl``)."""
+"""Chooses what runs a checkpoint: a class of ours, or transformers' module (``model_impl``)."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ logger = init_logger(__name__)
 
 Made = TypeVar("Made")
 _NOT_CAUSAL = ("use_bidirectional_attention", "add_cross_attention")
-"""Entries of a config that let a token depend on more than those before it."""
+"""Entries of a config that let a token depend on more than earlier tokens."""
 _TRANSFORMERS_MODULE = "vllm.model_executor.transformers_modules.model:TransformersForCausalLM"
 
 
 def make_model(vllm_config: VllmConfig, make: Callable[[type[nn.Module]], Made]) -> Made:
-    """What ``make`` makes of the class that runs the checkpoint.
+    """Call ``make`` on the class that runs the checkpoint, and return the result.
 
-    Where a class of ours does not do what the config asks, transformers' module does and nobody
-    asked for that class, the module runs instead. ValueError: neither can.
+    If our class does not support the config, but transformers' module does and no option asks for
+    our class, the module runs instead. ValueError: neither can.
     """
     model_config = vllm_config.model_config
     model_class = choose_model_class(model_config)
@@ -70,7 +70,7 @@ def choose_model_class(model_config: ModelConfig) -> type[nn.Module]:
 
 
 def _class_of_modules(model_config: ModelConfig, architecture: str) -> type[nn.Module]:
-    """What runs transformers' modules. ValueError: they would not do what is asked for."""
+    """The class that runs transformers' modules. ValueError: they do not support an option."""
     if model_config.quantise_at_load is not None:
         raise ValueError(
             f"quantization={model_config.quantization!r} is not supported for {architecture!r} as "
@@ -81,10 +81,10 @@ def _class_of_modules(model_config: ModelConfig, architecture: str) -> type[nn.M
 
 
 def _known_names(model_config: ModelConfig) -> list[str]:
-    """The architectures that config.json names, as they are called here.
+    """The architectures of config.json under the names that are used here.
 
-    Some checkpoints spell transformers' name in another way, and some have a language model that
-    ``text_config`` alone describes.
+    Some checkpoints spell transformers' name differently, and in some only ``text_config``
+    describes the language model.
     """
     names = model_config.architectures
     if ModelRegistry.find_model_cls(names) is not None or _runs_remote_code(model_config):
@@ -109,7 +109,7 @@ def _runs_remote_code(model_config: ModelConfig) -> bool:
 
 
 def _does_it_in_transformers(model_config: ModelConfig, option: str | None) -> bool:
-    """Whether its class may run instead of ours, and reads that option of the config at all."""
+    """Return whether transformers' class may run instead of ours, and reads that option at all."""
     if model_config.model_impl != "auto" or model_config.model_class_overrides:
         return False
     if option in _NOT_CAUSAL or _why_not_in_transformers(model_config) is not None:
@@ -120,13 +120,13 @@ def _does_it_in_transformers(model_config: ModelConfig, option: str | None) -> b
 
     found = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(running_config(model_config)), None)
     module = inspect.getmodule(found)
-    # Up to the end of the name: a longer one is another option.
+    # The name has to end there: a longer one is another option.
     read = re.compile(rf"""config(\.|, ["']){re.escape(option)}\b""")
     return module is not None and read.search(inspect.getsource(module)) is not None
 
 
 def _why_not_in_transformers(model_config: ModelConfig) -> str | None:
-    """Why transformers would not make what the config names."""
+    """The reason why transformers does not have the config's model; None: it has it."""
     import transformers
 
     names = _known_names(model_config)
@@ -147,13 +147,13 @@ def _why_not_in_transformers(model_config: ModelConfig) -> str | None:
 
 
 def names_in_transformers(config: Any) -> list[str]:
-    """Of the classes that :func:`auto_class` would make of such a config."""
+    """Names of the classes that :func:`auto_class` makes from such a config."""
     return [name for _, names in _known_classes(config) for name in names]
 
 
 def auto_class(config: Any) -> Any:
-    """AutoModelForCausalLM, also for configs that only code beside them knows; of a model with
-    encoders for something else the class that holds them too."""
+    """AutoModelForCausalLM, also for configs that only code beside them knows; for a model with
+    encoders, the class that holds them too."""
     from transformers import AutoModelForCausalLM
 
     known = list(_known_classes(config))
@@ -163,7 +163,7 @@ def auto_class(config: Any) -> Any:
 
 
 def _known_classes(config: Any) -> Iterator[tuple[Any, list[str]]]:
-    """Auto classes that know the config, and the names of what they make of it."""
+    """Yield auto classes that know the config, and the names of the classes that they make."""
     from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
 
     for one in (AutoModelForCausalLM, AutoModelForMultimodalLM):

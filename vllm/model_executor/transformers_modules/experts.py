@@ -1,8 +1,8 @@
 """Experts of transformers' mixtures over our product: one expert after another, row by row.
 
-transformers keeps the experts of a layer in one tensor and looks up who multiplies with it. Here
-each expert's part is a linear layer of ours, so that weights lie in panels, and a token's bits do
-not depend on how many others chose the same expert.
+transformers keeps the experts of a layer in one tensor and looks up the function that multiplies
+with it. Here each expert's part is a linear layer of ours, so weights lie in panels, and a token's
+bits do not depend on how many others chose the same expert.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from vllm.model_executor.transformers_modules.parts import PanelLinear
 from vllm.ops.experts import SortedPairs, combine_experts, sort_by_expert
 
 EXPERTS = "vllm_experts"
-"""``experts_implementation`` of modules whose experts are ours."""
+"""``experts_implementation`` of modules with our experts."""
 
 
 class TransformersExperts(RoutedLayer):
-    """The experts of one layer. up: to [gate | up], or up alone; down: back to the stream.
+    """The experts of one layer. up: gives [gate | up], or up alone; down: leads back to the stream.
 
-    between: from the one product to the other.
+    between: computes the input of the second product from the output of the first.
     """
 
     top_k = 0
@@ -41,19 +41,19 @@ class TransformersExperts(RoutedLayer):
         self.num_experts = len(up)
         self.up = nn.ModuleList(up)
         self.down = nn.ModuleList(down)
-        # In a tuple: what it belongs to is no part of this module.
+        # In a tuple, because its module is not a part of this one.
         self._between = (between,)
 
     def multiply(
         self, x: torch.Tensor, pairs: SortedPairs, norm: Callable[..., torch.Tensor] | None
     ) -> torch.Tensor:
-        """x: [tokens, hidden] -> [pairs, hidden]; those with an expert past the last get zeros."""
+        """x: [tokens, hidden] -> [pairs, hidden]; zeros for pairs with an expert past the last."""
         (between,) = self._between
         bounds = list(pairwise(pairs.starts.tolist()))
         outputs = x.new_empty((len(pairs.tokens), x.shape[1]))
         outputs[bounds[-1][1] :] = 0
         gathered = x.new_empty((max(end - begin for begin, end in bounds), x.shape[1]))
-        # One expert after another: what lies between its products stays in the caches.
+        # One expert after another, so what lies between its products stays in the caches.
         for up, down, (begin, end) in zip(self.up, self.down, bounds, strict=True):
             if begin < end:
                 own = gathered[: end - begin]
@@ -64,7 +64,7 @@ class TransformersExperts(RoutedLayer):
 
 
 def replace_experts(model: Any) -> int:
-    """Take over the experts of every mixture that transformers' interface knows; their number."""
+    """Replace the experts of mixtures with transformers' interface; return how many there are."""
     found = [module for module in model.modules() if _is_known(module)]
     if not found:
         return 0
@@ -94,7 +94,7 @@ def _is_known(module: Any) -> bool:
 
 
 def _split(module: Any, name: str) -> list[PanelLinear]:
-    """One linear layer for each expert, in the memory of all of them where it can be."""
+    """Make one linear layer per expert, in the memory of the joined tensor if possible."""
     weights = getattr(module, name).data
     if module.is_transposed:
         weights = weights.transpose(1, 2).contiguous()
@@ -115,9 +115,10 @@ def _run_experts(
     top_k_index: torch.Tensor,
     top_k_weights: torch.Tensor,
 ) -> torch.Tensor:
-    """hidden_states: [tokens, hidden]; top_k_*: [tokens, k], an index past the last expert: none.
+    """hidden_states: [tokens, hidden]; top_k_*: [tokens, k]; an index past the last
+    expert stands for none.
 
-    -> [tokens, hidden]: outputs times weights, added up in the order of k.
+    -> [tokens, hidden]: outputs times weights, summed in the order of k.
     """
     experts: TransformersExperts = module.engine_experts
     num_tokens, num_chosen = top_k_index.shape
@@ -128,7 +129,7 @@ def _run_experts(
     at_once = tokens_at_once(experts.num_experts, num_chosen)
     for start in range(0, num_tokens, at_once):
         piece = slice(start, start + at_once)
-        with torch._C.DisableTorchFunction():  # not what the module does
+        with torch._C.DisableTorchFunction():  # not a function that the module calls
             pairs = sort_by_expert(top_k_index[piece], experts.num_experts)
         outputs = experts.multiply(hidden_states[piece], pairs, norm)
         weights = top_k_weights[piece].float().contiguous()

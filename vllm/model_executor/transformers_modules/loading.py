@@ -1,4 +1,4 @@
-"""A module of transformers with its weights, by transformers' own loading, and strictly."""
+"""Loads a module of transformers with its weights, by transformers' own loading, strictly."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ if TYPE_CHECKING:
 
 _MOST_NAMES_SHOWN = 8
 _CONVERTED = re.compile(r"tensors destined for (\S+)\. Ckpt contains")
-"""Of the parameters that transformers makes of several tensors, in its report."""
+"""Parameters in transformers' report that it makes of several tensors."""
 
 
 def load_causal_lm(vllm_config: VllmConfig) -> Any:
-    """transformers' causal model of the config, in its dtype; with ``load_format="dummy"`` the
-    weights are what transformers initialises them to."""
+    """Load transformers' causal model of the config, in its dtype; ``load_format="dummy"`` gives
+    weights as transformers initialises them."""
     model_config = vllm_config.model_config
     if vllm_config.load_config.load_format == "dummy":
         return _untrained(vllm_config)
@@ -54,9 +54,9 @@ def load_causal_lm(vllm_config: VllmConfig) -> Any:
 
 
 def outline_causal_lm(vllm_config: VllmConfig, files: list[Path] | None) -> Any:
-    """As :func:`load_causal_lm`, from the headers of the weights' files: values are made up, and
-    all elements of a parameter lie in little memory. files None: a model without a checkpoint;
-    of a quantised one tensors are not looked at."""
+    """Load the same model from the headers of the weights' files: values are made up, and all
+    elements of a parameter share little memory. files: None for a model without a checkpoint;
+    tensors of a quantised one are not read."""
     model_config = vllm_config.model_config
     config = _float_config(model_config)
     if model_config.quantization_config is not None:
@@ -71,13 +71,13 @@ def outline_causal_lm(vllm_config: VllmConfig, files: list[Path] | None) -> Any:
     model, report = _from_pretrained(model_config, model_class, config, tensors)
     if files is not None:
         _check_complete(report, model_config.hf_text_config)
-    made: dict[int, nn.Parameter] = {}  # some are tied
+    made: dict[int, nn.Parameter] = {}  # some parameters are tied
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None and parameter.device.type == "meta":
                 made.setdefault(id(parameter), _overlapping(parameter))
                 module._parameters[name] = made[id(parameter)]
-        for name, buffer in module._buffers.items():  # stored ones, like tables of experts
+        for name, buffer in module._buffers.items():  # stored buffers, like tables of experts
             if buffer is not None and buffer.device.type == "meta":
                 module._buffers[name] = torch.zeros((), dtype=buffer.dtype).expand(buffer.shape)
     return model
@@ -102,13 +102,13 @@ def _from_weights(vllm_config: VllmConfig, weights: Iterable[tuple[str, torch.Te
 
 
 def _with_base(model: Any) -> Callable[[str], str]:
-    """transformers takes names with and without the beginning that the model's body adds."""
+    """Return a function that adds the body's prefix to names, which may lack it."""
     prefix, named = f"{model.base_model_prefix}.", dict(model.named_parameters())
     return lambda name: name if name in named or prefix + name not in named else prefix + name
 
 
 def _float_config(model_config: ModelConfig) -> Any:
-    """The config of what runs, which says nothing of how weights are stored."""
+    """The config of what runs, without a quantization_config."""
     config = copy.deepcopy(running_config(model_config))
     vars(config).pop("quantization_config", None)
     return config
@@ -117,21 +117,21 @@ def _float_config(model_config: ModelConfig) -> Any:
 def _from_pretrained(
     model_config: ModelConfig, model_class: Any, config: Any, tensors: dict[str, torch.Tensor]
 ) -> tuple[Any, dict[str, Any]]:
-    """The module with its weights, and what transformers reports of them."""
+    """Return the module with its weights, and transformers' report on them."""
     with _failures_named(model_config):
         model, report = model_class.from_pretrained(
             None,
             config=config,
             state_dict=tensors,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # they are in the report, with their names
+            ignore_mismatched_sizes=True,  # the report names them
             **_options(model_config),
         )
     return model, report
 
 
 class _Shape(torch.Tensor):
-    """A tensor of the meta device, which stays there whatever is to be done with it."""
+    """A tensor of the meta device that never leaves it."""
 
     @classmethod
     def __torch_function__(
@@ -145,7 +145,7 @@ class _Shape(torch.Tensor):
 
 
 def _overlapping(parameter: torch.Tensor) -> nn.Parameter:
-    """Random values in that shape: each row begins an element after the one before it."""
+    """Make random values in that shape; each row begins one element after the row before it."""
     values = torch.randn(sum(parameter.shape) + 1, generator=torch.Generator().manual_seed(0))
     fan_in = parameter.shape[-1] if parameter.dim() else 1
     small = (values / fan_in**0.5).to(parameter.dtype)
@@ -169,7 +169,7 @@ def _options(model_config: ModelConfig) -> dict[str, Any]:
 
 @contextmanager
 def _failures_named(model_config: ModelConfig) -> Iterator[None]:
-    """ValueError names what transformers stumbled over, which its own errors mostly do not."""
+    """Turn transformers' errors into a ValueError that names the cause, if that is known."""
     log = _Log()
     logger = logging.getLogger("transformers.modeling_utils")
     level = logger.level
@@ -195,7 +195,7 @@ def _failures_named(model_config: ModelConfig) -> Iterator[None]:
 
 
 class _Log(logging.Handler):
-    """Keeps what is logged."""
+    """Collects log messages."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -206,7 +206,7 @@ class _Log(logging.Handler):
 
 
 def _entry_named(config: Mapping[str, Any], value: object, path: str = "") -> str | None:
-    """The entry of a config that has the value for which there is nothing; None: none has it."""
+    """Name the entry of a config that has the unknown value; None: there is no such entry."""
     for key, entry in config.items():
         if isinstance(entry, Mapping):
             found = _entry_named(entry, value, f"{path}{key}.")
@@ -218,8 +218,8 @@ def _entry_named(config: Mapping[str, Any], value: object, path: str = "") -> st
 
 
 def _check_complete(report: dict[str, Any], config: Any) -> None:
-    """ValueError names what is missing, left over or of another shape. Masks and tables are left
-    out, and layers that predict further tokens."""
+    """ValueError names tensors that are missing, left over or of another shape. Masks, tables and
+    layers that predict further tokens do not count."""
     num_layers = num_decoder_layers(config)
     num_further = config_value(config, ("num_nextn_predict_layers",)) or 0
     prefixes = ("model.", "model.language_model.")
@@ -245,7 +245,7 @@ def _check_complete(report: dict[str, Any], config: Any) -> None:
 
 
 def _in_words(entry: Any) -> str:
-    """A name; of one that does not fit, with its shapes."""
+    """Return an entry's name, with both shapes if they differ."""
     if not isinstance(entry, tuple):
         return str(entry)
     name, shape, expected = entry

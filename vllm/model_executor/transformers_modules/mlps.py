@@ -1,7 +1,7 @@
-"""MLPs of transformers' modules that compute what the shared operations do between the products.
+"""Runs MLPs of transformers' modules by the shared operations, if these compute the same.
 
-What an MLP does is not read off its name: its products are replaced by numbers for one call, so
-that what lies between them can be seen, and held against every operation there is.
+An MLP is not judged by its name: in one call its products are replaced by given numbers, and what
+it computes between them is compared with every shared operation.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from vllm.model_executor.transformers_modules.parts import PanelLinear, dense_ro
 _GATES = ("silu", "gelu", "gelu_pytorch_tanh")
 _PLAIN = ("relu", "gelu", "gelu_pytorch_tanh", "relu2")
 _SIZES = (0.1, 1.0, 3.0, 10.0, 30.0, 100.0, 1000.0)
-"""Of the rows that are tried: what is cut off, or bent, somewhere shows."""
+"""Scales of the trial rows: a clamp or a bend shows at some of them."""
 _SIZES_OF_HALVES = tuple(min(size, 100.0) for size in _SIZES)
-"""Whose squares float16 has."""
+"""Scales whose squares float16 can hold."""
 
 
 def replace_mlps(model: nn.Module) -> int:
-    """Have every MLP run by the shared operations where it gives the same; how many do.
+    """Run every MLP by the shared operations if they give the same; return how many do.
 
-    Modules keep their place, their names, parameters and hooks: only ``forward`` is another.
+    Modules keep their places, names, parameters and hooks; only ``forward`` is replaced.
     """
     count = 0
     for module in model.modules():
@@ -57,7 +57,7 @@ class SharedMLP:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """[..., hidden] -> the same shape."""
         x = args[0] if len(args) == 1 and not kwargs else None
-        # Hooks on its parts have something to see.
+        # Hooks on its parts have to see their calls.
         is_watched = any(m._forward_hooks or m._forward_pre_hooks for m in self._modules)
         if x is None or x.dtype is not self._dtype or is_watched:
             return self._plain(*args, **kwargs)
@@ -75,7 +75,7 @@ class SharedMLP:
 def shared_activation(
     function: Callable[[torch.Tensor], torch.Tensor], size: int, is_gate: bool, like: torch.Tensor
 ) -> nn.Module | None:
-    """The shared operation that computes ``function`` of [rows, size]; None: there is none.
+    """Find the shared operation that computes ``function`` of [rows, size]; None: there is none.
 
     like: a weight, in the model's dtype and on its device.
     """
@@ -84,7 +84,7 @@ def shared_activation(
     rows = [
         (drawn * drawn.new_tensor(sizes)[:, None]).to(like.device, dtype)
         for dtype, sizes in (
-            (torch.float32, _SIZES),  # what is nearly the same is not, there
+            (torch.float32, _SIZES),  # in float32 similar functions differ
             (like.dtype, _SIZES_OF_HALVES if like.dtype is torch.float16 else _SIZES),
         )
     ]
@@ -101,7 +101,7 @@ def _agree(
     found, expected = ours(rows).float(), function(rows)
     if expected.dtype is not rows.dtype or expected.shape != found.shape:
         return False
-    # What the result is a part of: all of x, or gate times up.
+    # The result is a share of all of x, or of gate times up.
     whole = rows.float().abs()
     if found.shape != whole.shape:
         whole = whole.chunk(2, dim=-1)[0] * whole.chunk(2, dim=-1)[1]
@@ -110,7 +110,7 @@ def _agree(
 
 
 class _Arrangement(NamedTuple):
-    """Which products read the MLP's input, in the order of their results, and which comes last."""
+    """The products that read the MLP's input, in the order of their results, and the last one."""
 
     inner: tuple[PanelLinear, ...]
     down: PanelLinear
@@ -136,7 +136,7 @@ def _mlp_like(module: nn.Module) -> SharedMLP | None:
         between = _Between(module, arrangement)
         try:
             ours = shared_activation(between, arrangement.size, arrangement.is_gate, weights[0])
-        except Exception:  # whatever a module that is no such MLP makes of it
+        except Exception:  # raised by a module that is not such an MLP
             continue
         if ours is not None:
             return SharedMLP(module, arrangement.inner, ours, arrangement.down)
@@ -154,15 +154,15 @@ def _arrangements(products: list[PanelLinear]) -> Iterator[_Arrangement]:
 
 
 class _Between:
-    """What a module computes between its products, as a function of what these give."""
+    """The function that a module computes between its products."""
 
     def __init__(self, module: nn.Module, arrangement: _Arrangement) -> None:
         self._module = module
         self._inner, self._down = arrangement
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        """[rows, size of all inner products] -> what the last product is given; ValueError where
-        it does not give just that product's result."""
+        """[rows, size of all inner products] -> input of the last product. ValueError: the module
+        does not return that product's result."""
         shape = (1, len(rows), self._inner[0].in_features)
         x = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(rows)
         result = x.new_full((1, len(rows), self._down.out_features), 0.75)
@@ -180,7 +180,7 @@ class _Between:
             given.append(read)
             return result.clone()
 
-        parts = rows.chunk(len(self._inner), dim=1)  # all of one size
+        parts = rows.chunk(len(self._inner), dim=1)  # all have one size
         stubs = {linear: give(part) for linear, part in zip(self._inner, parts, strict=True)}
         with torch.no_grad(), _forwards({**stubs, self._down: take}):
             output = self._module(x.clone())
@@ -191,7 +191,7 @@ class _Between:
 
 @contextmanager
 def _forwards(stubs: dict[PanelLinear, Callable[[torch.Tensor], torch.Tensor]]) -> Iterator[None]:
-    """Inside the block modules compute something else."""
+    """Replace the forward methods of modules inside the block."""
     try:
         for module, stub in stubs.items():
             vars(module)["forward"] = stub

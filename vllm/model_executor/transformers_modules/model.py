@@ -44,7 +44,7 @@ logger = init_logger(__name__)
 
 
 class TransformersForCausalLM(nn.Module):
-    """A causal model of transformers; :attr:`way` says how requests of a step run."""
+    """A causal model of transformers; :attr:`way` names the way in which requests run."""
 
     supports_row_capture: ClassVar[Literal[True]] = True
     knows_reference: ClassVar[Literal[True]] = True
@@ -72,7 +72,7 @@ class TransformersForCausalLM(nn.Module):
         replace_mlps(self.causal_lm)
         replace_rotations(self.causal_lm)
         replace_experts(self.causal_lm)
-        # Layers that read an encoder's output leave a text alone.
+        # Layers that read an encoder's output do nothing to a text.
         skipped = config_value(model_config.hf_text_config, ("cross_attention_layers",)) or ()
         self.boundaries = Boundaries(
             layers,
@@ -86,7 +86,7 @@ class TransformersForCausalLM(nn.Module):
 
     @staticmethod
     def load(vllm_config: VllmConfig) -> Any:
-        """The module that runs, with its weights."""
+        """Load the module that runs, with its weights."""
         return load_causal_lm(vllm_config)
 
     @property
@@ -100,8 +100,8 @@ class TransformersForCausalLM(nn.Module):
 
     @property
     def supports_prompt_embeds(self) -> bool:
-        """Whether the decoder computes the same of embeddings as of the ids that look them up,
-        and takes any others too."""
+        """True if the decoder computes the same from embeddings as from their token ids, and
+        takes other embeddings, too."""
         if not self.sequences.takes_embeddings:
             return False
         if "inputs_embeds" not in inspect.signature(self.decoder.forward).parameters:
@@ -115,14 +115,14 @@ class TransformersForCausalLM(nn.Module):
                 embeds = self.embed_input_ids(ids)
                 by_ids = self.decoder(input_ids=ids, use_cache=False)[0]
                 by_embeds = self.decoder(inputs_embeds=embeds, use_cache=False)[0]
-                self.decoder(inputs_embeds=embeds.flip(2), use_cache=False)  # of no token
+                self.decoder(inputs_embeds=embeds.flip(2), use_cache=False)  # no token's
         except Exception:
             logger.exception("%s does not take embeddings", self.description)
             return False
         return torch.allclose(by_ids, by_embeds, rtol=1e-3, atol=1e-3)
 
     def fall_back(self, reason: str) -> None:
-        """The way it runs now is not right: take the next. ValueError: there is none."""
+        """Take the next way, because the present one is not right. ValueError: there is none."""
         registered = self.vllm_config.compilation_config.static_forward_context
         for name in self.sequences.layer_names:
             del registered[name]
@@ -149,13 +149,13 @@ class TransformersForCausalLM(nn.Module):
         raise self._refusal()
 
     def _note(self, reason: str) -> None:
-        """Why the way does not go; ways that are much alike have the same reason."""
+        """Note a reason against a way once; similar ways have the same reason."""
         if not any(known.endswith(f": {reason}") for known in self._reasons):
             self._reasons.append(f"{self.way}: {reason}")
 
     @property
     def way_in_words(self) -> str:
-        """How requests of a step run, and why in no better way."""
+        """The way in which requests of a step run, and the reasons against better ways."""
         if not self._reasons:
             return self.way
         return (
@@ -229,7 +229,7 @@ class TransformersForCausalLM(nn.Module):
 
     @contextmanager
     def _decoder_returns(self, hidden_states: torch.Tensor) -> Iterator[None]:
-        """The LM head's module runs as if the decoder had computed these."""
+        """Let the module around the decoder run as if the decoder had computed these."""
         parent, _, name = self._decoder_path.rpartition(".")
         modules = self.causal_lm.get_submodule(parent)._modules
         decoder = modules[name]
@@ -241,12 +241,12 @@ class TransformersForCausalLM(nn.Module):
             modules[name] = decoder
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        """They are there: transformers loaded them when the module was made."""
+        """Return the parameters' names; transformers loaded them when the module was made."""
         return {name for name, _ in self.named_parameters()}
 
     @torch.inference_mode()
     def reference(self, token_ids: list[int], sink: RowSink) -> torch.Tensor:
-        """Plain transformers on one prompt: rows to ``sink``; -> logits [tokens, vocabulary]."""
+        """Run plain transformers: rows of a prompt to ``sink``; -> logits [tokens, vocabulary]."""
         device = next(self.causal_lm.parameters()).device
         with attending_by("eager", self.causal_lm), self.boundaries.watch(sink, None):
             ids = torch.tensor([token_ids], device=device)
@@ -270,13 +270,13 @@ class _LastStream(RowSink):
 
 
 class _Computed(nn.Module):
-    """Stands in for a decoder that has computed its hidden states already."""
+    """Stands in for a decoder that has already computed its hidden states."""
 
     def __init__(self, decoder: Any, output: Any) -> None:
         super().__init__()
-        self._decoder = [decoder]  # no submodule: nothing of it belongs to us
+        self._decoder = [decoder]  # not a submodule
         self._output = output
-        # What is around it may ask for the device and the dtype of any parameter of its own.
+        # The module around it may ask for device and dtype of any parameter.
         self.place = nn.Parameter(output.last_hidden_state[:0], requires_grad=False)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -306,4 +306,4 @@ _WAYS: list[tuple[str, Callable[..., Sequences]]] = [
         WithoutCache,
     ),
 ]
-"""In the order in which they are tried."""
+"""Ways in the order in which they are tried."""

@@ -1,7 +1,7 @@
-"""One request of a step after another, what transformers caches of each kept in the pool.
+"""Runs one request of a step after another, and keeps what transformers caches in the pool.
 
-For modules that attend by themselves, that have masks of their own, or whose layers keep recurrent
-states: they see one sequence and its cache, as in transformers' own generation.
+This is for modules that attend by themselves, have their own masks, or keep recurrent states: they
+see one sequence and its cache, as in transformers' own generation.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _CACHE_ARGUMENTS = ("past_key_values", "cache_params")
 class OneByOne(EachByItself):
     """Runs a transformers decoder once for each request of a step.
 
-    gives_positions: hand them over, rather than leave them to the module. token_by_token: a
-    module that goes on from a cache with one token at a time only gets no more.
+    gives_positions: pass positions instead of leaving them to the module. token_by_token: pass one
+    token at a time to a module that cannot continue from a cache with more.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class OneByOne(EachByItself):
         return torch.cat(outputs)
 
     def _cuts(self, part: Part) -> list[int]:
-        """Tokens of the part after which a pass ends: where states are kept, and at its end."""
+        """Numbers of tokens after which a pass ends: where states are kept, and at the end."""
         cuts = {part.num_tokens}
         for caches in self._caches:
             if caches.states is not None:
@@ -124,7 +124,7 @@ class OneByOne(EachByItself):
                 caches.take_states(layer, plan.block_ids[part.index])
 
     def _new_cache(self) -> Any:
-        """An empty one; layers with a window keep all tokens: masks hide what they do not read."""
+        """Make an empty cache. Layers with a window keep all tokens; masks hide the others."""
         from transformers import cache_utils
 
         cache = cache_utils.DynamicCache(config=self._config)

@@ -1,4 +1,4 @@
-"""All requests of a step as one sequence; attention through our layers, in the survey's order."""
+"""Runs all requests of a step as one sequence, with attention through our layers."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class OneSequence(Sequences):
         self._next = 0
 
     def _survey(self, vllm_config: VllmConfig, causal_lm: Any, decoder: Any) -> list[AttentionCall]:
-        """The attention that one pass asks for, in order."""
+        """Return the attention calls of one pass, in order."""
         max_model_len = vllm_config.model_config.max_model_len
         watch = ProductWatch(_SURVEY_TOKENS, lambda: self._boundaries.current_layer is not None)
         positions = torch.arange(_SURVEY_TOKENS, device=self._device)[None]

@@ -1,4 +1,4 @@
-"""Parts of transformers' modules that are ours too: linear layers, and norms that compute alike."""
+"""Replaces parts of transformers' modules: linear layers, and norms that compute the same."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from vllm.model_executor.layers.weight import Weight, weight_of
 
 
 def dense_rows(x: torch.Tensor) -> torch.Tensor:
-    """[..., n] -> [rows, n], each of them dense."""
+    """[..., n] -> [rows, n] with dense rows."""
     rows = x.flatten(0, -2) if x.dim() > 1 else x.reshape(1, -1)
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
@@ -23,8 +23,8 @@ def dense_rows(x: torch.Tensor) -> torch.Tensor:
 class PanelLinear(Layer):
     """``nn.Linear`` over our product: the same bits for any number of rows, weights in panels.
 
-    Whoever reads ``weight`` gets [out, in], also when it lies in panels; one that was read by
-    others before it was finished stays in rows.
+    ``weight`` reads as [out, in], also from panels. A weight that is read before it is finished
+    stays in rows.
     """
 
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None) -> None:
@@ -45,7 +45,7 @@ class PanelLinear(Layer):
 
     @property
     def rows(self) -> Weight:
-        """The weight, for nobody who reads its parameter."""
+        """The weight; this does not count as reading its parameter."""
         parameter = self._parameters["weight"]
         assert parameter is not None
         return weight_of(parameter)
@@ -57,12 +57,12 @@ class PanelLinear(Layer):
 
 
 def replace_linear_layers(model: nn.Module) -> int:
-    """Put ours in the place of every plain ``nn.Linear`` of ``model``; how many there were."""
+    """Replace every plain ``nn.Linear`` of ``model``; return how many there were."""
     return _replace(model, _as_ours)
 
 
 def _replace(model: nn.Module, make: Callable[[nn.Module], nn.Module | None]) -> int:
-    """Put what ``make`` makes of a module in its place, wherever that is; how many."""
+    """Replace each module by what ``make`` makes of it, at all its places; return how many."""
     made: dict[int, nn.Module | None] = {}
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
@@ -81,18 +81,18 @@ def _as_ours(module: nn.Module) -> PanelLinear | None:
         return None
     if type(module) is nn.Linear:
         return PanelLinear(cast(nn.Parameter, module.weight), module.bias)
-    if isinstance(module, Conv1D):  # GPT-2's, whose weight is [in, out]
+    if isinstance(module, Conv1D):  # GPT-2's layer, whose weight is [in, out]
         turned = module.weight.data.T.contiguous()
         return PanelLinear(nn.Parameter(turned, requires_grad=False), module.bias)
     return None
 
 
 class _Shared(nn.Module):
-    """A norm of ours in the place of a module that computes the same."""
+    """A norm of ours instead of a module that computes the same."""
 
     weight: nn.Parameter
     _plain: list[nn.Module]
-    """The module; no submodule, so that its weights do not count twice."""
+    """The module; not a submodule, so its weights do not count twice."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., n] -> the same shape."""
@@ -120,15 +120,15 @@ _PROBE_ROWS = 7
 
 
 def replace_norms(model: nn.Module) -> int:
-    """Put ours in the place of every norm that gives the same rows; how many there were.
+    """Replace every norm that gives the same rows as one of ours; return how many there were.
 
-    What a class computes is not read off its name: both are tried on some rows.
+    A class is not judged by its name: both norms are tried on some rows.
     """
     return _replace(model, _norm_like)
 
 
 def _norm_like(module: nn.Module) -> nn.Module | None:
-    """A norm of ours with the module's weights that does the same; None: it is none, or another."""
+    """A norm of ours with the module's weights that computes the same; None: there is none."""
     weight = module._parameters.get("weight")
     is_norm = type(module).__name__.endswith("Norm") and weight is not None and weight.dim() == 1
     has_hooks = module._forward_hooks or module._forward_pre_hooks
@@ -141,17 +141,17 @@ def _norm_like(module: nn.Module) -> nn.Module | None:
     with torch.no_grad():
         try:
             expected = module(rows).float()
-        except Exception:  # whatever a class that takes something else than rows makes of them
+        except Exception:  # raised by a class that takes something other than rows
             return None
         for ours in _candidates(module, weight):
-            # One unit in the last place: where the two round is not the same everywhere.
+            # One unit in the last place: the two do not round at the same places.
             if torch.allclose(ours(rows).float(), expected, rtol=unit_of(weight.dtype), atol=1e-6):
                 return ours
     return None
 
 
 def unit_of(dtype: torch.dtype) -> float:
-    """What two ways to round may differ by, relatively."""
+    """Relative difference that two ways of rounding may have."""
     return max(1e-5, 2 * torch.finfo(dtype).eps)
 
 

@@ -1,4 +1,4 @@
-"""Rotary embeddings whose frequencies follow from the longest sequence of a pass."""
+"""Handles rotary embeddings whose frequencies depend on the longest sequence of a pass."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _local = _Local()
 
 
 def follow_lengths(model: nn.Module, max_model_len: int, longrope_limit: int | None) -> None:
-    """Rotary embeddings by longrope go by the length of each token's own sequence from now on.
+    """Make rotary embeddings by longrope follow the length of each token's own sequence.
 
-    ValueError: some requests would be so long that "dynamic" scaling makes what is computed of a
-    token depend on how many come after it.
+    ValueError: requests may be so long that with "dynamic" scaling a token's values depend on how
+    many tokens come after it.
     """
     for module in model.modules():
         kinds = dict(_kinds(module))
@@ -41,7 +41,7 @@ def follow_lengths(model: nn.Module, max_model_len: int, longrope_limit: int | N
 
 
 def _kinds(module: nn.Module) -> Iterator[tuple[str, int]]:
-    """Kind of each scaling of that sort in a rotary embedding, and its positions."""
+    """Yield the kind of each such scaling in a rotary embedding, and its positions."""
     types: Any = getattr(module, "rope_type", None)
     config: Any = getattr(module, "config", None)
     parameters = getattr(config, "rope_parameters", None)
@@ -56,15 +56,15 @@ def _kinds(module: nn.Module) -> Iterator[tuple[str, int]]:
 
 
 def are_long(positions: torch.Tensor) -> torch.Tensor | None:
-    """bool [tokens] of the pass at these positions: whose sequence is a long one to longrope; None:
-    the model has no longrope."""
+    """bool [tokens]: True if a token's sequence is long for longrope; None: the model has no
+    longrope."""
     rotary = current_rotary_positions()
     return None if rotary is None else rotary != positions
 
 
 @contextmanager
 def rotated_as_long(is_long: torch.Tensor | None) -> Iterator[None]:
-    """Inside the block a module's tokens, or all of them, are those of long sequences, or not."""
+    """Set for the block whether tokens belong to long sequences: one by one, or all alike."""
     before, _local.is_long = _local.is_long, is_long
     try:
         yield
@@ -73,8 +73,8 @@ def rotated_as_long(is_long: torch.Tensor | None) -> Iterator[None]:
 
 
 class _ByLength:
-    """In the place of the ``forward`` of a rotary embedding by longrope, which looks at the last
-    position of a pass: once for short sequences, once for long ones."""
+    """Replaces the ``forward`` of a rotary embedding by longrope, which looks at the last position
+    of a pass: it runs once for short sequences and once for long ones."""
 
     def __init__(self, forward: Callable[..., Any], limit: int) -> None:
         self._forward, self._limit = forward, limit
@@ -82,7 +82,7 @@ class _ByLength:
     def __call__(
         self, x: torch.Tensor, position_ids: torch.Tensor, *args: Any, **kwargs: Any
     ) -> Any:
-        """position_ids: [1, tokens], or one such for each axis -> tensors [1, tokens, n]."""
+        """position_ids: [1, tokens], or that for each axis -> tensors [1, tokens, n]."""
         is_long = _local.is_long
         if is_long is None:
             return self._forward(x, position_ids, *args, **kwargs)

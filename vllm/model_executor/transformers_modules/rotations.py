@@ -1,8 +1,8 @@
-"""Rotary embeddings that modules of transformers apply, by the shared operation.
+"""Applies rotary embeddings of transformers' modules by the shared operation.
 
-Modules call a function of their file's with queries, keys, cosines and sines. What it computes is
-not read off its name: it is tried on some numbers. A module that calls one that gives the same gets
-a ``forward`` which is its own, but for that function.
+Modules call a function of their file with queries, keys, cosines and sines. The function is not
+judged by its name: it is tried on some numbers. If it gives the same as the shared operation, the
+module gets its own ``forward`` with that function replaced.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from vllm.ops.rotary import rotary_embedding
 _ARGUMENTS = ["q", "k", "cos", "sin"]
 _TOKENS, _SIZE = 7, 12
 _MOST_TABLES = 4
-"""That are kept: layers of several kinds take turns."""
+"""Number of tables that are kept, because layers of several kinds take turns."""
 
 
 class _Form(NamedTuple):
-    """How a function pairs the elements of a head, and how cosines lie that it is given."""
+    """The way in which a function pairs elements of a head and reads cosines."""
 
     interleaved: bool
     repeats: bool
-    """An angle's two cosines lie side by side; otherwise all of them come twice."""
+    """True if an angle's two cosines lie side by side; otherwise all cosines come twice."""
     leaves_rest: bool
-    """Elements behind the cosines' stay as they are."""
+    """True if elements beyond the cosines stay as they are."""
 
 
 def replace_rotations(model: nn.Module) -> int:
-    """Have every module rotate by the shared operation where that gives the same; how many do."""
+    """Let modules rotate by the shared operation if it gives the same; return how many do."""
     made: dict[Any, SharedRotation | None] = {}
     count = 0
     for module in model.modules():
@@ -60,7 +60,7 @@ def replace_rotations(model: nn.Module) -> int:
 
 
 def _with_global(function: FunctionType, name: str, value: Any) -> FunctionType:
-    """The same function, to which ``name`` is something else."""
+    """Copy a function and give it another value for the global ``name``."""
     its_globals = {**function.__globals__, name: value}
     made = FunctionType(
         function.__code__,
@@ -74,7 +74,7 @@ def _with_global(function: FunctionType, name: str, value: Any) -> FunctionType:
 
 
 class SharedRotation:
-    """In the place of ``function(q, k, cos, sin)``, which it calls for what is out of the way."""
+    """Replaces ``function(q, k, cos, sin)``, which it calls in unusual cases."""
 
     def __init__(self, function: FunctionType, form: _Form) -> None:
         self._function, self._form = function, form
@@ -106,7 +106,7 @@ class SharedRotation:
         )
 
     def _table(self, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor | None:
-        """float32 [tokens, size]: cosines, then sines; None: each has another angle."""
+        """float32 [tokens, size]: cosines, then sines; None: elements of a pair differ in angle."""
         for known_cos, known_sin, table in self._tables:
             if known_cos is cos and known_sin is sin:
                 return table
@@ -120,21 +120,21 @@ class SharedRotation:
     def _rotate(
         self, q: torch.Tensor, k: torch.Tensor, table: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        # [tokens, heads, n]: copies, for the module may go on with what it gave.
+        # [tokens, heads, n]: copies, because the module may still use its tensors.
         queries, keys = (
             torch.empty((x.shape[2], x.shape[1], x.shape[3]), dtype=x.dtype).copy_(
                 x[0].transpose(0, 1)
             )
             for x in (q, k)
         )
-        with torch._C.DisableTorchFunction():  # not what the module does
+        with torch._C.DisableTorchFunction():  # not a function that the module calls
             positions = torch.arange(len(table))
         rotary_embedding(positions, queries, keys, table, self._form.interleaved)
         return queries.transpose(0, 1)[None], keys.transpose(0, 1)[None]
 
 
 def _angles(x: torch.Tensor, repeats: bool) -> torch.Tensor | None:
-    """[tokens, n] -> the half of it that is there twice; None: it is not."""
+    """[tokens, n] -> the half that is there twice; None: the halves differ."""
     if x.shape[1] % 2:
         return None
     one, other = (x[:, ::2], x[:, 1::2]) if repeats else x.chunk(2, dim=1)
@@ -142,7 +142,7 @@ def _angles(x: torch.Tensor, repeats: bool) -> torch.Tensor | None:
 
 
 def _form_of(function: FunctionType) -> _Form | None:
-    """How the function rotates; None: in a way of its own."""
+    """Find the form in which the function rotates; None: in another way."""
     for repeats in (False, True):
         for interleaved in (False, True):
             form = _Form(interleaved, repeats, leaves_rest=False)
@@ -153,7 +153,7 @@ def _form_of(function: FunctionType) -> _Form | None:
 
 
 def _is_like(function: FunctionType, form: _Form, size: int) -> bool:
-    """Whether heads of ``size`` elements come out the same, the first few of which are rotated."""
+    """Return whether heads of ``size`` elements, of which the first few rotate, come out alike."""
     generator, dtype = torch.Generator().manual_seed(0), torch.float32
     q, k = (
         torch.randn(1, heads, _TOKENS, size, generator=generator, dtype=dtype) for heads in (6, 2)
@@ -163,7 +163,7 @@ def _is_like(function: FunctionType, form: _Form, size: int) -> bool:
     cos, sin = 1.5 * angles.cos(), 1.5 * angles.sin()
     try:
         expected = function(q.clone(), k.clone(), cos, sin)
-    except Exception:  # whatever a function that takes something else makes of it
+    except Exception:  # raised by a function that takes something else
         return False
     if not isinstance(expected, tuple) or len(expected) != 2:
         return False

@@ -1,8 +1,8 @@
-"""Functions of torch whose bits depend on where a row stands, replaced while a module runs.
+"""Replaces functions of torch whose bits depend on a row's place while a module runs.
 
-On the CPU torch's products choose how they add up by the number of rows, and some elementwise
+On the CPU the order of sums in torch's products depends on the number of rows, and some elementwise
 functions use one formula for whole vectors and another for the rest (vllm.ops.plain_math). A module
-of transformers calls them wherever it likes; here they are caught on their way.
+of transformers may call them anywhere, so they are intercepted.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Function = Callable[..., Any]
 
 
 class RowByRow(TorchFunctionMode):
-    """Inside the block a row gets the same bits whatever stands beside it."""
+    """Inside the block a row has the same bits whatever other rows are there."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -37,14 +37,14 @@ class RowByRow(TorchFunctionMode):
 
 
 class ProductWatch(TorchFunctionMode):
-    """Notes what decoder layers call in a pass over ``num_tokens`` tokens."""
+    """Notes which functions decoder layers call in a pass over ``num_tokens`` tokens."""
 
     def __init__(self, num_tokens: int, is_inside_layer: Callable[[], bool]) -> None:
         super().__init__()
         self.products: set[str] = set()
         """Functions whose bits may depend on the batch."""
         self.makes_positions = False
-        """Something counts the tokens of the pass, which are not those of one request."""
+        """True if something counts the tokens of the pass, which belong to several requests."""
         self._num_tokens = num_tokens
         self._is_inside_layer = is_inside_layer
 
@@ -70,7 +70,7 @@ _PRODUCTS = frozenset(
 
 
 def _is_outer_product(args: tuple[Any, ...]) -> bool:
-    """Whether nothing is added up, as in ``inverse frequencies @ positions``."""
+    """Return whether the product sums nothing, as in ``inverse frequencies @ positions``."""
     if len(args) != 2 or not all(torch.is_tensor(x) and x.dim() > 1 for x in args):
         return False
     return bool(args[0].shape[-1] == 1)
@@ -89,7 +89,7 @@ def _linear(
 
 
 def _by_rows(operation: Callable[..., None], x: torch.Tensor) -> torch.Tensor:
-    """An activation of [rows, n], of a tensor of any shape."""
+    """Apply an activation of [rows, n] to a tensor of any shape."""
     rows = dense_rows(x)
     out = rows.new_empty(rows.shape)
     operation(rows, out)

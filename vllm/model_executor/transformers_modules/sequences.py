@@ -1,4 +1,4 @@
-"""A way to run the requests of a step, and what those share that run one after another."""
+"""The interface of ways to run the requests of a step, and the base of those one by one."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ if TYPE_CHECKING:
 
 
 class Sequences(nn.Module, ABC):
-    """Runs the decoder of a module of transformers. NotServableError: not in this way."""
+    """Runs the decoder of a transformers module. NotServableError: it cannot run in this way."""
 
     takes_embeddings = True
-    """Whether embeddings in the place of ids will do."""
+    """True if the decoder takes embeddings instead of ids."""
     output_class: type
-    """What the decoder returns."""
+    """Class of the decoder's result."""
     layer_names: list[str]
-    """Of the layers with a place in the pool."""
+    """Names of the layers with a place in the pool."""
 
     def __init__(
         self, vllm_config: VllmConfig, causal_lm: Any, decoder: Any, boundaries: Boundaries
     ) -> None:
         super().__init__()
-        # In a tuple: it is no part of this module.
+        # In a tuple, because it is not a part of this module.
         self._decoders = (decoder,)
         self._boundaries = boundaries
         self._arguments = inspect.signature(decoder.forward).parameters
@@ -45,13 +45,13 @@ class Sequences(nn.Module, ABC):
 
     @abstractmethod
     def run(self, tokens: Mapping[str, torch.Tensor], positions: torch.Tensor) -> torch.Tensor:
-        """Hidden states [tokens, hidden] of the flat batch; rows go to the context's sink.
+        """Return hidden states [tokens, hidden] of the flat batch; rows go to the context's sink.
 
         tokens: ``input_ids`` [tokens], or ``inputs_embeds`` [tokens, hidden].
         """
 
     def _hidden_of(self, decode: Callable[[], Any], sink: RowSink | None) -> torch.Tensor:
-        """What a pass through as many layers as the step needs leaves [tokens, hidden]."""
+        """Return the result [tokens, hidden] of a pass through the layers that the step needs."""
         try:
             with self._boundaries.watch(sink, get_forward_context().num_layers_to_run):
                 hidden: torch.Tensor = decode()[0][0]
@@ -61,7 +61,7 @@ class Sequences(nn.Module, ABC):
 
 
 class EachByItself(Sequences):
-    """One request of a step after another, each attending as its module does by itself."""
+    """Runs one request of a step after another, each with the module's own attention."""
 
     def __init__(
         self, vllm_config: VllmConfig, causal_lm: Any, decoder: Any, boundaries: Boundaries
@@ -92,11 +92,11 @@ class EachByItself(Sequences):
         positions: torch.Tensor,
         sink: RowSink,
     ) -> torch.Tensor:
-        """As :meth:`run`, of one request; its rows go to ``sink``, in any number of passes."""
+        """Run one request; its rows go to ``sink``, in any number of passes."""
 
 
 class _JoinedRows(RowSink):
-    """Takes the rows of all passes of one step, and hands all their rows over at the end."""
+    """Collects the rows of all passes of a step and hands them over at the end."""
 
     def __init__(self, sink: RowSink | None) -> None:
         self._sink = sink

@@ -1,9 +1,9 @@
-"""What a pass over a few tokens shows of a module: the attention it asks for, and with which mask.
+"""Finds the attention and the masks that a module asks for, by a pass over a few tokens.
 
 The pass runs with an attention function and a mask function of ours, registered with transformers.
-The mask function does not make masks: it evaluates what a mask would hide at chosen positions, up
-to the longest request, and hands out its number in place of a mask; the attention function finds
-the number again. So the reach of every layer is known exactly, whatever its config calls it.
+The mask function does not make masks. It evaluates what a mask would hide at chosen positions, up
+to the longest request, and returns the mask's number instead; the attention function reads that
+number. So the reach of every layer is known exactly, whatever its config calls it.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from torch import nn
 from vllm.model_executor.transformers_modules.boundaries import Boundaries, NotServableError
 
 SURVEYED = "vllm_survey"
-"""``attn_implementation`` of the pass over a few tokens: masks are described."""
+"""``attn_implementation`` of the pass over a few tokens, which describes masks."""
 POOLED = "vllm_pool"
-"""``attn_implementation`` of every other pass: there are no masks."""
+"""``attn_implementation`` of every other pass, which has no masks."""
 
 _HARMLESS = frozenset(
     {"dropout", "is_causal", "use_cache", "position_ids", "deterministic", "output_attentions"}
@@ -46,7 +46,7 @@ _local = _Local()
 
 @contextmanager
 def attention_by(attend: Attend, describe_mask: DescribeMask | None = None) -> Iterator[None]:
-    """Inside the block, on this thread, these do what the attention functions are asked for."""
+    """Let these do the work of the attention functions inside the block, on this thread."""
     before, _local.functions = _local.functions, (attend, describe_mask)
     try:
         yield
@@ -74,7 +74,7 @@ def _describe_mask(**options: Any) -> torch.Tensor:
 
 
 def register_functions() -> None:
-    """Tell transformers of the two functions; again and again does no harm."""
+    """Register the two functions with transformers; doing so again is harmless."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -84,14 +84,13 @@ def register_functions() -> None:
 
 
 def asks_for_attention(model: Any) -> bool:
-    """Whether its attention is a function that it looks up by a name in its config."""
+    """Return whether the model looks up its attention function by a name in its config."""
     return model._can_set_attn_implementation() or _looks_up(model)
 
 
 def set_attention(model: Any, name: str) -> None:
-    """Attend by that function, where the model asks for one at all. Code of a checkpoint may look
-    it up as transformers does no more, and does not know of such code: it is told through the
-    configs."""
+    """Attend by that function, if the model looks one up at all. Code of a checkpoint may do so in
+    a way that transformers no longer knows; then the configs name the function."""
     if model._can_set_attn_implementation():
         model.set_attn_implementation(name)
         return
@@ -103,7 +102,7 @@ def set_attention(model: Any, name: str) -> None:
 
 @contextmanager
 def attending_by(name: str, model: Any) -> Iterator[None]:
-    """Inside the block the model attends by that function."""
+    """Let the model attend by that function inside the block."""
     before = model.config._attn_implementation
     set_attention(model, name)
     try:
@@ -121,7 +120,7 @@ def _looks_up(model: Any) -> bool:
 
 
 class AttentionCall(NamedTuple):
-    """One use of the attention function: what our layer in its place has to do."""
+    """One call of the attention function, which a layer of ours will replace."""
 
     module: nn.Module
     layer: int
@@ -137,9 +136,9 @@ class AttentionCall(NamedTuple):
 
 
 class Survey:
-    """Of a pass over a few tokens: records what attention is asked for, and attends to nothing.
+    """Records the attention calls of a pass over a few tokens, without attending to anything.
 
-    max_model_len: tokens of the longest request; masks are looked at up to there.
+    max_model_len: tokens of the longest request, up to which masks are evaluated.
     """
 
     def __init__(self, boundaries: Boundaries, max_model_len: int) -> None:
@@ -158,7 +157,7 @@ class Survey:
         device: torch.device,
         **options: Any,
     ) -> torch.Tensor:
-        """Its number from 1 on, in the shape of a mask."""
+        """Describe a mask; return its number, from 1 on, in the shape of a mask."""
         self._windows.append(window_of_mask(mask_function, self._max_model_len, device))
         number = torch.tensor(float(len(self._windows)), device=device)
         return number.expand(1, 1, q_length, kv_length)
@@ -207,7 +206,7 @@ class Survey:
         return query.new_zeros((1, query.shape[2], query.shape[1], value.shape[3]))
 
     def _window(self, module: nn.Module, mask: torch.Tensor | None, stated: Any) -> int | None:
-        """The mask decides; where a layer gets none, what it states itself."""
+        """The window by the mask, or without a mask by the call's own argument."""
         if mask is None:
             is_window = stated is not None and 0 < int(stated) < self._max_model_len
             return int(stated) if is_window else None
@@ -242,9 +241,9 @@ def _check_shapes(
 def window_of_mask(
     mask_function: Callable[..., torch.Tensor], max_model_len: int, device: torch.device
 ) -> int | None:
-    """Tokens that a query reads under the mask, its own included; None: all before it.
+    """Number of tokens that a query reads under the mask, its own included; None: all before it.
 
-    NotServableError unless it is such a window at every position that was looked at.
+    NotServableError: the mask is not such a window at every position that was evaluated.
     """
     last = max_model_len - 1
     try:
@@ -267,7 +266,7 @@ def window_of_mask(
 def _visible(
     mask_function: Callable[..., torch.Tensor], position: int, num_keys: int, device: torch.device
 ) -> torch.Tensor:
-    """bool [num_keys]: the keys that the query at ``position`` reads."""
+    """bool [num_keys]: True for keys that the query at ``position`` reads."""
     zero = torch.zeros((), dtype=torch.int64, device=device)
     keys = torch.arange(num_keys, device=device)
     seen = mask_function(zero, zero, torch.full_like(keys, position), keys)
@@ -275,9 +274,9 @@ def _visible(
 
 
 def check_keeps_nothing(module: nn.Module, run: Callable[[torch.Tensor], None], num: int) -> None:
-    """Run passes over ``num`` tokens, [1, num], with other tokens: what differs then is kept.
+    """Run two passes over ``num`` different tokens, [1, num], and refuse tensors that differ.
 
-    Tables that depend on positions alone are the same after both.
+    Tables that depend only on positions are equal after both.
     """
     device = next(module.parameters()).device
     run(torch.zeros(1, num, dtype=torch.int64, device=device))
@@ -293,7 +292,7 @@ def check_keeps_nothing(module: nn.Module, run: Callable[[torch.Tensor], None], 
 
 
 def _kept_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors in attributes and buffers of all its modules; parameters are none."""
+    """Tensors in attributes and buffers of all modules; parameters do not count."""
     for path, each in module.named_modules():
         for name, value in (*vars(each).items(), *each._buffers.items()):
             if isinstance(value, torch.Tensor):

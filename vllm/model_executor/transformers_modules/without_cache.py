@@ -1,9 +1,9 @@
-"""One request of a step after another, each from its first token on: nothing is cached but ids.
+"""Runs one request of a step after another, each from its first token; only ids are cached.
 
-For modules whose cache has no place in the pool, and for those that have none. A pass over all
+This is for modules without a cache, or with one that has no place in the pool. A pass over all
 tokens so far is what plain transformers computes, so rows are right whatever the module keeps, as
-long as later tokens leave earlier rows alone. A prompt costs one pass for each of its chunks, and a
-generated token one for all before it.
+long as later tokens do not change earlier rows. A prompt costs one pass per chunk, and a generated
+token a pass over all tokens before it.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ if TYPE_CHECKING:
 _SURVEY_TOKENS = 300
 _EARLIER_TOKENS = 131
 _MOST_CHANGE = 1e-3
-"""Of the row that changes most, as a share of the rms."""
+"""Largest change of a row, as a share of the rms."""
 _MOST_CHANGE_16_BIT = 0.25
-"""Of the middle row: roundings may choose other experts for a few."""
+"""Most change of the median row: roundings may choose other experts for a few rows."""
 _ID_DTYPE = torch.float32
-"""Of ids in the pool: exact below 2**24, and no type is wider there."""
+"""Dtype of ids in the pool, exact below 2**24; the pool has no wider type."""
 
 
 class WithoutCache(EachByItself):
-    """Runs a transformers decoder over all tokens of a request whenever some are added."""
+    """Runs a transformers decoder over all tokens of a request whenever tokens are added."""
 
     takes_embeddings = False
 
@@ -53,7 +53,7 @@ class WithoutCache(EachByItself):
         self.layer_names = [self._token_ids.layer_name]
 
     def _check_is_causal(self, model_config: ModelConfig) -> None:
-        """NotServableError if what comes later changes rows of earlier tokens."""
+        """NotServableError: later tokens change rows of earlier tokens."""
         num_tokens = min(_SURVEY_TOKENS, model_config.max_model_len)
         ids = torch.arange(num_tokens, device=self._device) * 31 % model_config.get_vocab_size()
         rows = []
@@ -72,7 +72,7 @@ class WithoutCache(EachByItself):
             raise NotServableError("rows of earlier tokens change with later ones")
 
     def _all_ids(self, part: Part, new: torch.Tensor) -> torch.Tensor:
-        """int64 [tokens so far], this step's among them; those are kept."""
+        """int64 [tokens so far], with this step's, which are kept."""
         ids = new
         if part.num_computed:
             before = self._token_ids.load(part)[0].flatten().to(new.dtype)
@@ -98,7 +98,7 @@ class WithoutCache(EachByItself):
 
 
 class _LaterRows(RowSink):
-    """Hands on the rows from one token on."""
+    """Passes on the rows from one token on."""
 
     def __init__(self, sink: RowSink, first: int) -> None:
         self._sink, self._first = sink, first

@@ -15,18 +15,12 @@ from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase, register_layer
 from vllm.model_executor.layers.layer import Layer
 from vllm.model_executor.layers.linear import divide
-from vllm.model_executor.layers.weight import Weight, weight_of
+from vllm.model_executor.layers.weight import Weight
 from vllm.model_executor.layers.weight_share import Run, Share, Stored
 from vllm.model_executor.utils import make_parameter
 from vllm.ops.attention import write_kv
 from vllm.ops.backends import check_attention_backend, get_paged_attention
-from vllm.ops.linear import (
-    linear,
-    linear_by_head,
-    make_panels,
-    prefers_panels,
-    weight_of_panels,
-)
+from vllm.ops.linear import linear_by_head, make_panels, prefers_panels, weight_of_panels
 from vllm.platforms.interface import asked_attention_backend
 from vllm.v1.kv_cache_interface import PAGE_TOKENS, MLAAttentionSpec
 
@@ -37,12 +31,12 @@ if TYPE_CHECKING:
     from vllm.v1.attention.backend import AttentionMetadata
 
 _MOST_QUERY_BYTES = 64 * 2**20
-"""Of the queries that are in the latents' space at a time: they are several times as wide."""
+"""Size of the queries in the latents' space at a time; there they are several times as wide."""
 
 
 class LatentFactors(Weight):
-    """``kv_b_proj`` [heads * (key_size + value_size), rank], head by head a key's rows, then a
-    value's. Finished it is two factors, each with a product for every head.
+    """``kv_b_proj`` [heads * (key_size + value_size), rank]: for each head a key's rows, then a
+    value's. When it is finished, it lies in two factors, with one product per head.
 
     keys: [heads, rank, key_size], values: [heads, value_size, rank], or their panels.
     """
@@ -56,21 +50,16 @@ class LatentFactors(Weight):
 
     def finish(self) -> None:
         super().finish()
-        self.keys, self.values = self._part(self.parameter.data)
+        self.keys, self.values = self._split(self.parameter.data)
         self.parameter.data = self.parameter.data.new_empty((0, self.shape[1]))
 
-    def _part(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _split(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         by_head = rows.view(self._heads, -1, self.shape[1])
         keys = by_head[:, : self._key_size].transpose(1, 2).contiguous()
         values = by_head[:, self._key_size :].contiguous()
         if prefers_panels(rows.device):
             return make_panels(keys), make_panels(values)
         return keys, values
-
-    def multiply_into(
-        self, x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, table: int = 0
-    ) -> None:
-        linear(x, self._floats(table), bias, out)
 
     @property
     def num_bytes(self) -> int:
@@ -80,11 +69,10 @@ class LatentFactors(Weight):
     def _floats(self, table: int) -> torch.Tensor:
         if not self.is_finished:
             return super()._floats(table)
-        rank, sizes = self.shape[1], (self._key_size, self.shape[0] // self._heads - self._key_size)
-        keys, values = self.keys, self.values
+        keys, values, (rows, rank) = self.keys, self.values, self.shape
         if keys.dim() > 3:
-            keys = weight_of_panels(keys, rank, sizes[0])
-            values = weight_of_panels(values, sizes[1], rank)
+            keys = weight_of_panels(keys, rank, self._key_size)
+            values = weight_of_panels(values, rows // self._heads - self._key_size, rank)
         return torch.cat((keys.transpose(1, 2), values), dim=1).flatten(0, 1)
 
     def _write(self, rows: Stored, first: int, table: int) -> None:
@@ -94,15 +82,16 @@ class LatentFactors(Weight):
         assert isinstance(rows, torch.Tensor)
         whole = self._floats(table)
         whole[first : first + len(rows)].copy_(rows)
-        for factor, new in zip((self.keys, self.values), self._part(whole), strict=True):
+        for factor, new in zip((self.keys, self.values), self._split(whole), strict=True):
             factor.copy_(new)
 
 
 class LatentExpansion(Layer):
-    """What makes keys and values of latents, the checkpoint's ``kv_b_proj``, in two factors.
+    """The checkpoint's ``kv_b_proj``, which makes keys and values of latents, in two factors.
 
-    Neither is multiplied with latents: :meth:`absorb_queries` brings queries into their space, and
-    :meth:`expand_values` what was mixed there out of it. heads: of all ranks.
+    Latents are multiplied with neither factor. :meth:`absorb_queries` brings queries into the
+    latents' space, and :meth:`expand_values` brings what was mixed there out of it. heads: the
+    number on all ranks.
     """
 
     def __init__(self, heads: int, key_size: int, value_size: int, rank: int, prefix: str) -> None:
@@ -114,25 +103,18 @@ class LatentExpansion(Layer):
         start = get_tensor_model_parallel_rank() * rows
         self.share = Share((ranks * rows, rank), (Run(start, rows, 0),))
         self.weight = make_parameter(torch.empty(rows, rank), self.weight_loader)
-        LatentFactors(self.weight, self.heads, key_size)
+        self.factors = LatentFactors(self.weight, self.heads, key_size)
 
     def weight_loader(self, param: nn.Parameter, loaded_weight: torch.Tensor) -> None:
         """Keep the rows of this rank's heads."""
-        weight_of(param).load([(loaded_weight, self.share)])
-
-    @property
-    def factors(self) -> LatentFactors:
-        """The weight."""
-        weight = weight_of(self.weight)
-        assert isinstance(weight, LatentFactors)
-        return weight
+        self.factors.load([(loaded_weight, self.share)])
 
     def absorb_queries(self, heads: slice, query: torch.Tensor, out: torch.Tensor) -> None:
-        """``query K`` for those heads: [tokens, heads, key_size] -> out [tokens, heads, rank]."""
+        """``query K`` for some heads: [tokens, heads, key_size] -> out [tokens, heads, rank]."""
         linear_by_head(query, self._of_heads(self.factors.keys, heads), out)
 
     def expand_values(self, heads: slice, mixed: torch.Tensor, out: torch.Tensor) -> None:
-        """``V mixed``: [tokens, heads, rank] -> out [tokens, heads, value_size]."""
+        """``V mixed`` for some heads: [tokens, heads, rank] -> out [tokens, heads, value_size]."""
         linear_by_head(mixed, self._of_heads(self.factors.values, heads), out)
 
     def _of_heads(self, factor: torch.Tensor, heads: slice) -> torch.Tensor:
@@ -140,14 +122,14 @@ class LatentExpansion(Layer):
 
 
 class MLAAttention(Layer, AttentionLayerBase):
-    """Keeps one vector a token, ``[latent | rotated key]``, that all heads attend to.
+    """Keeps one vector per token, ``[latent | rotated key]``, to which all heads attend.
 
-    A head's key is ``[K latent | rotated key]`` and its value ``V latent``; neither is ever made.
-    A score is ``(query K) latent + rotated query * rotated key``, and the head's output ``V`` times
-    the mixture of latents. It is the same sum for a prompt's first token and for one that is
-    decoded behind it, so the bits do not depend on where a step begins.
+    A head's key is ``[K latent | rotated key]`` and its value is ``V latent``; neither is computed.
+    A score is ``(query K) latent + rotated query * rotated key``, and the head's output is ``V``
+    times the mixture of latents. The sum is the same for all tokens of a prompt and for decoded
+    ones, so the bits do not depend on where a step begins.
 
-    scale: of the scores. kv_b_proj: K and V of the heads of this rank. cache_config: as for
+    scale: multiplies scores. kv_b_proj: K and V of this rank's heads. cache_config: as for
     :class:`Attention`. ``kv_cache`` is the strided view [blocks, pages, 16, 1, rank + rotated].
     """
 
@@ -179,7 +161,7 @@ class MLAAttention(Layer, AttentionLayerBase):
 
     @property
     def latent_size(self) -> int:
-        """Elements of what is kept of a token."""
+        """Elements of a token's vector."""
         return self.kv_b_proj.rank + self.rotated_size
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> MLAAttentionSpec:
@@ -194,8 +176,8 @@ class MLAAttention(Layer, AttentionLayerBase):
         self, query: torch.Tensor, latent: torch.Tensor, selection: TokenSelection | None = None
     ) -> torch.Tensor:
         """query: [tokens, heads, key_size + rotated], the last ones rotated; latent: [tokens,
-        rank + rotated], likewise, normed. selection: which tokens each one reads; None: all before
-        it. Returns [tokens, heads * value_size].
+        rank + rotated], likewise, normed. selection: the tokens that each one reads; None: all
+        before it. Returns [tokens, heads * value_size].
         """
         metadata: AttentionMetadata = get_forward_context().attn_metadata[self.layer_name]
         kept = latent[:, None]
@@ -216,7 +198,7 @@ class MLAAttention(Layer, AttentionLayerBase):
         return output.flatten(1)
 
     def _absorb(self, heads: slice, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Some heads' queries in the latents' space, and room for what they mix."""
+        """Return some heads' queries in the latents' space, and room for their mixtures."""
         factors = self.kv_b_proj
         in_space = query.new_empty((*query.shape[:2], self.latent_size))
         factors.absorb_queries(heads, query[..., : factors.key_size], in_space[..., : factors.rank])

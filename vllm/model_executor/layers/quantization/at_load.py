@@ -1,7 +1,7 @@
-"""Quantising linear layers of a float checkpoint while it loads (``quantization="int4"``).
+"""Quantises linear layers of a float checkpoint while it loads (``quantization="int4"``).
 
 Every group of a row (FP8: every block) gets the scale that brings its largest magnitude to the
-largest code; values are divided by it in float32 and rounded to the nearest code, ties to even.
+largest code. Values are divided by it in float32 and rounded to the nearest code, ties to even.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from vllm.ops.packed_linear import INT4_VALUES, PackedWeight
 from vllm.utils.checked import is_unset
 
 GROUP = 128
-"""Columns of a group; rows and columns of a block of FP8."""
+"""Columns of a group; for FP8, rows and columns of a block."""
 
 _TABLE_ROWS = 32 * GROUP
 
@@ -25,7 +25,7 @@ Quantise = Callable[[torch.Tensor], PackedWeight]
 
 
 def quantise_of_current_config() -> Quantise | None:
-    """What the config of the model that is being built asks for; None: nothing."""
+    """The method in the config of the model that is being built; None: it quantises nothing."""
     config = get_current_vllm_config_or_none()
     if config is None or is_unset(config.model_config):
         return None
@@ -34,20 +34,20 @@ def quantise_of_current_config() -> Quantise | None:
 
 
 def to_int4(weight: torch.Tensor) -> PackedWeight:
-    """Codes -7 to 7, ``weight / scale``; scales in the weight's dtype."""
+    """Quantise to codes -7 to 7, ``weight / scale``; scales have the weight's dtype."""
     codes, scales = _integers(weight, 7)
     packed = join_halves((codes + 8).to(torch.uint8))
     return PackedWeight(packed, scales, weight.shape[1], GROUP, INT4_VALUES)
 
 
 def to_int8(weight: torch.Tensor) -> PackedWeight:
-    """Codes -127 to 127, likewise."""
+    """Quantise to codes -127 to 127, likewise."""
     codes, scales = _integers(weight, 127)
     return PackedWeight(codes.to(torch.int8), scales, weight.shape[1], GROUP)
 
 
 def to_fp8(weight: torch.Tensor) -> PackedWeight:
-    """E4M3 in blocks of 128 x 128; scales in float32."""
+    """Quantise to E4M3 in blocks of 128 x 128; scales are float32."""
     rows, columns = weight.shape
     largest = torch.finfo(torch.float8_e4m3fn).max
     padded = functional.pad(weight.float(), (0, -columns % GROUP, 0, -rows % GROUP))
@@ -59,7 +59,7 @@ def to_fp8(weight: torch.Tensor) -> PackedWeight:
 
 
 def quantise_table(table: torch.Tensor, method: str) -> PackedWeight:
-    """The same of an embedding or an LM head, rows after rows: float copies would be large."""
+    """Quantise an embedding or LM head some rows at a time: whole float copies would be large."""
     first, *others = [METHODS[method](rows) for rows in torch.split(table, _TABLE_ROWS)]
     return first.above(*others)
 
@@ -68,7 +68,7 @@ METHODS: Mapping[str, Quantise] = {"fp8": to_fp8, "int8": to_int8, "int4": to_in
 
 
 def _integers(weight: torch.Tensor, largest: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes in float32 [m, n], scales [m, groups]."""
+    """Return codes in float32 [m, n] and scales [m, groups]."""
     columns = weight.shape[1]
     padded = functional.pad(weight.float(), (0, -columns % GROUP))
     groups = padded.view(len(weight), padded.shape[1] // GROUP, GROUP)
@@ -78,5 +78,5 @@ def _integers(weight: torch.Tensor, largest: int) -> tuple[torch.Tensor, torch.T
 
 
 def _no_zeros(scales: torch.Tensor) -> torch.Tensor:
-    """1 where all values are 0."""
+    """Set scales to 1 if all their values are 0."""
     return torch.where(scales == 0, 1.0, scales).to(scales.dtype)

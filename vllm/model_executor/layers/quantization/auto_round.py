@@ -23,13 +23,13 @@ _ZERO_OFFSETS = {
     **dict.fromkeys(("auto_round", "auto_round:gptqmodel"), 0),
     **dict.fromkeys(("auto_round:exllamav2", "auto_round:triton"), 0),
 }
-"""Of what is stored as in GPTQ: 1 where zeros are one too small."""
+"""Zero offsets of the packings that are GPTQ's: 1 if stored zeros are one too small."""
 _AWQ = ("auto_round:auto_awq", "auto_awq")
 _NOT_QUANTISED_BITS = 16
 
 
 def read_auto_round(config: Mapping[str, Any]) -> FormatOf:
-    """ValueError: a way to pack, or a setting of a module, that is not supported."""
+    """Read the config. ValueError: a packing, or a setting of a module, is not supported."""
     usual, extra = _format_of(config), section(config, "extra_config")
     others = [
         (name, expression(name, "extra_config"), _format_of({**config, **section(extra, name)}))
@@ -45,13 +45,13 @@ def read_auto_round(config: Mapping[str, Any]) -> FormatOf:
 
 
 def _finds(pattern: re.Pattern[str], module: str) -> bool:
-    """Whether the entry, if it is an expression, is for the module."""
+    """Return whether the entry is an expression that matches the module."""
     is_name = re.fullmatch(r"[\w.]+", pattern.pattern) is not None
     return not is_name and pattern.search(module) is not None
 
 
 def _format_of(settings: Mapping[str, Any]) -> StorageFormat | None:
-    """None: floating point."""
+    """The format of these settings; None: floating point."""
     bits = settings.get("bits")
     if isinstance(bits, int) and bits >= _NOT_QUANTISED_BITS:
         return None

@@ -1,4 +1,4 @@
-"""AWQ, as AutoAWQ writes it for its "gemm" and "gemv" kernels: ``(code - zero) * scale``."""
+"""AWQ as AutoAWQ writes it for its "gemm" and "gemv" kernels: ``(code - zero) * scale``."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from vllm.ops.packed_linear import PackedWeight
 
 _BITS, _PER = 4, 8
 _PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Where the outputs 0 to 7 lie among the eight codes of an integer: the even ones come first."""
+"""Places of outputs 0 to 7 among the eight codes of an integer: the even ones come first."""
 
 
 class AwqFormat(StorageFormat):
-    """Eight outputs in an int32, input by input.
+    """AWQ for "gemm": eight outputs in an int32, input by input.
 
     ``qweight`` [n, m / 8]; ``qzeros`` [groups, m / 8]; ``scales`` [groups, m].
     """
@@ -45,10 +45,10 @@ class AwqFormat(StorageFormat):
 
 
 class AwqByRowFormat(AwqFormat):
-    """Of "gemv": eight inputs in an int32, output by output.
+    """AWQ for "gemv": eight inputs in an int32, output by output.
 
     ``qweight`` [m, n / 8]; ``qzeros`` [m, groups / 8, rounded up to 2 or 4 for groups of 64 or
-    32]; ``scales`` [m, 8 times as many], the last ones of no group.
+    32]; ``scales`` [m, 8 times as many], of which the last ones belong to no group.
     """
 
     def unpack(self, stored: Reader) -> PackedWeight:
@@ -61,7 +61,7 @@ class AwqByRowFormat(AwqFormat):
         qzeros = stored.get("qzeros", (torch.int32,), (rows, held // _PER))
         zeros = unpack_integers(qzeros, _BITS, 1)[:, :groups].contiguous()
         scales = scales[:, :groups].contiguous()
-        halves = packed.contiguous().view(torch.uint8)  # bytes in the order of the inputs
+        halves = packed.contiguous().view(torch.uint8)  # bytes lie in the order of the inputs
         weight = integer_weight(halves, zeros, scales, _BITS, group_size, columns=columns)
         return replace(weight, outputs_first=True)
 

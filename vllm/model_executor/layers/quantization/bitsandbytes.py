@@ -1,4 +1,4 @@
-"""What bitsandbytes writes: NF4 and FP4 in blocks, and rows of INT8.
+"""Formats of bitsandbytes: NF4 and FP4 in blocks, and rows of INT8.
 
 Sources: arXiv 2305.14314 (NF4, scales that are quantised again), arXiv 2208.07339 (LLM.int8).
 """
@@ -25,11 +25,11 @@ _WEIGHT = "weight."
 _STATES = tuple(f"weight.quant_state.bitsandbytes__{kind}" for kind in ("nf4", "fp4"))
 _NESTED = ("weight.nested_absmax", "weight.nested_quant_map")
 _TWELFTHS = 12
-"""Of these every value of FP4 is so many, without rounding."""
+"""Every value of FP4 is a whole number of twelfths."""
 
 
 def read_bitsandbytes(config: Mapping[str, Any]) -> FormatOf:
-    """A module's tensors tell what it is stored in; the config says how it was made."""
+    """Read the formats off the modules' tensors; the config only says how they were made."""
     blocks, rows = BlocksFormat(), RowsFormat()
 
     def format_of(module: str, names: Collection[str]) -> StorageFormat | None:
@@ -62,9 +62,9 @@ class RowsFormat(StorageFormat):
 class BlocksFormat(StorageFormat):
     """The weight [m, n] as one line, cut into blocks: ``quant_map[code] * absmax``.
 
-    ``weight``: two codes a byte, the first one in the high half; ``weight.absmax``: one a block,
-    float32, or uint8 where it is quantised again: ``nested_quant_map[code] * nested_absmax`` of
-    larger blocks, and an offset; ``weight.quant_state.bitsandbytes__KIND``: shape and sizes of
+    ``weight``: two codes per byte, the first one in the high half; ``weight.absmax``: one per
+    block, float32, or uint8 if quantised again: ``nested_quant_map[code] * nested_absmax`` of
+    larger blocks, plus an offset; ``weight.quant_state.bitsandbytes__KIND``: shape and sizes of
     blocks as JSON.
     """
 
@@ -98,7 +98,7 @@ class BlocksFormat(StorageFormat):
 
 
 class _State:
-    """Of one module: what its tensors beside the codes say."""
+    """The tensors of a module beside its codes."""
 
     def __init__(self, stored: Reader) -> None:
         self._stored = stored
@@ -126,7 +126,7 @@ class _State:
         return self._stored.finite("weight.quant_map")
 
     def scales(self) -> torch.Tensor:
-        """One a block, float32."""
+        """One scale per block, float32."""
         stored, shape = self._stored, (self._blocks(math.prod(self.shape), self.block_size),)
         if not any(map(stored.has, _NESTED)):
             stored.get("weight.absmax", (torch.float32,), shape)

@@ -18,7 +18,7 @@ from vllm.ops.packed_linear import PackedWeight
 
 
 class Int8Format(StorageFormat):
-    """One in a byte: ``weight`` int8 [m, n]; ``weight_scale`` [m, groups] or one;
+    """One code per byte: ``weight`` int8 [m, n]; ``weight_scale`` [m, groups] or one value;
     ``weight_zero_point``."""
 
     name = "INT8"
@@ -42,10 +42,10 @@ class Int8Format(StorageFormat):
 
 
 class PackQuantizedFormat(StorageFormat):
-    """Several in an int32: codes along the columns, zeros along the rows.
+    """Several codes per int32: codes along the columns, zeros along the rows.
 
     ``weight_packed`` [m, n / codes in 32 bits, rounded up]; ``weight_scale`` [m, groups];
-    ``weight_shape`` [2]; ``weight_zero_point``, by old writers int8 [m, groups];
+    ``weight_shape`` [2]; ``weight_zero_point``, int8 [m, groups] by old writers;
     ``weight_g_idx`` [n], the group of every input.
     """
 
@@ -66,7 +66,7 @@ class PackQuantizedFormat(StorageFormat):
         if stored.has("weight_g_idx"):
             order = order_of_groups(stored, "weight_g_idx", columns, group_size)
         zeros = self._zeros(stored, scales.shape)
-        if self.bits == 4 and order is None:  # integers hold the bytes in their order
+        if self.bits == 4 and order is None:  # the bytes of the integers are in order
             halves = packed.contiguous().view(torch.uint8)[:, : -(-columns // 2)]
             return integer_weight(halves, zeros, scales, 4, group_size, columns=columns)
         codes = unpack_integers(packed, self.bits, 1)[:, :columns]
@@ -74,7 +74,7 @@ class PackQuantizedFormat(StorageFormat):
         return integer_weight(codes, zeros, scales, self.bits, group_size, order)
 
     def _zeros(self, stored: Reader, shape: torch.Size) -> torch.Tensor:
-        """uint8 [m, groups]; codes are stored above the smallest one, and so are packed zeros."""
+        """Zeros, uint8 [m, groups], counted from the smallest code like the codes."""
         rows, groups = shape
         middle = 1 << (self.bits - 1)
         if not stored.has("weight_zero_point"):

@@ -29,7 +29,7 @@ from vllm.ops.served_activations import ServedActivations
 _EVERY_LINEAR = "Linear"
 _MIXED = "mixed-precision"
 _OFFLINE = ("weight_input", "weight_output")
-"""Where transforms are part of the weights that are stored."""
+"""Locations of transforms that are already part of the stored weights."""
 _STRATEGIES = ("tensor", "channel", "group", "block", "tensor_group")
 
 
@@ -39,12 +39,12 @@ class _Group(NamedTuple):
     format: StorageFormat
 
     def targets(self, module: str) -> bool:
-        """Whether it names the module itself."""
+        """Return whether the group names the module itself."""
         return module in self.names or any(each.match(module) for each in self.patterns)
 
 
 def read_compressed_tensors(config: Mapping[str, Any]) -> FormatOf:
-    """ValueError: a format that is not supported."""
+    """Read the config. ValueError: a format is not supported."""
     setting(section(config, "sparsity_config"), "format", "dense", ("dense",))
     _refuse_transforms(section(config, "transform_config"))
     stored = section(config, "config_groups")
@@ -69,7 +69,7 @@ def read_compressed_tensors(config: Mapping[str, Any]) -> FormatOf:
 
 
 def _refuse_transforms(config: Mapping[str, Any]) -> None:
-    """ValueError: something is multiplied with what goes through the model while it runs."""
+    """ValueError: transforms are applied to activations while the model runs."""
     schemes = section(config, "config_groups")
     for name in schemes:
         places = section(schemes, name).get("apply") or []
@@ -116,7 +116,7 @@ def _format_of_group(group: Mapping[str, Any], usual: str | None) -> StorageForm
 
 
 def _served_activations(stored: Mapping[str, Any]) -> ServedActivations | None:
-    """None: activations stay as they are, or become what is not supported."""
+    """The rounding of activations; None: there is none, or it is not supported."""
     if stored.get("num_bits") != 8 or not stored.get("symmetric", True):
         return None
     dtype = torch.float8_e4m3fn if stored.get("type") == "float" else torch.int8
@@ -151,7 +151,7 @@ def _float_quantized(weights: Mapping[str, Any]) -> StorageFormat:
 
 
 def _int_quantized(weights: Mapping[str, Any]) -> StorageFormat:
-    setting(weights, "num_bits", 8, range(2, 9))  # each in an int8
+    setting(weights, "num_bits", 8, range(2, 9))  # one per int8
     return Int8Format(_group_size(weights))
 
 
@@ -173,4 +173,4 @@ _FORMATS: Mapping[str, tuple[tuple[str, ...], Callable[[Mapping[str, Any]], Stor
     "mxfp8-quantized": (("float",), lambda weights: Mxfp8Format()),
     "nvfp4-pack-quantized": (("float",), lambda weights: Nvfp4PackedFormat()),
 }
-"""Types of weights, and the format of what the config says of them."""
+"""Types of weights, and the function that makes their format from the config."""

@@ -1,8 +1,8 @@
 """FP4 (E2M1) with scales of 8 bits: NVFP4 and MXFP4.
 
-NVFP4: an FP8 scale for every 16 elements, one float32 scale for the tensor. MXFP4: a power of two
-for every 32 elements, ``value * 2 ** (scale - 127)``. Source: OCP Microscaling Formats 1.0; GPT-OSS
-for its experts.
+NVFP4 has an FP8 scale for every 16 elements and one float32 scale for the tensor. MXFP4 has a power
+of two for every 32 elements, ``value * 2 ** (scale - 127)``. Sources: OCP Microscaling Formats 1.0;
+GPT-OSS for its experts.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _NVFP4_GROUP, _MXFP4_GROUP = 16, 32
 
 
 class Nvfp4PackedFormat(StorageFormat):
-    """compressed-tensors: ``value * (weight_scale / weight_global_scale)``.
+    """NVFP4 of compressed-tensors: ``value * (weight_scale / weight_global_scale)``.
 
     ``weight_packed`` uint8 [m, n / 2]; ``weight_scale`` float8_e4m3fn [m, n / 16].
     """
@@ -37,7 +37,7 @@ class Nvfp4PackedFormat(StorageFormat):
 
 
 class Nvfp4ModeloptFormat(StorageFormat):
-    """ModelOpt: ``value * (weight_scale * weight_scale_2)``.
+    """NVFP4 of ModelOpt: ``value * (weight_scale * weight_scale_2)``.
 
     ``weight`` uint8 [m, n / 2]; ``weight_scale`` float8_e4m3fn [m, n / 16].
     """
@@ -83,7 +83,7 @@ class Mxfp4Format(StorageFormat):
 
 
 class Mxfp4ModuleFormat(Mxfp4Format):
-    """Of Quark: ``weight`` uint8 [m, n / 2]; ``weight_scale``."""
+    """MXFP4 of Quark: ``weight`` uint8 [m, n / 2]; ``weight_scale``."""
 
     required: ClassVar[tuple[str, ...]] = ("weight", "weight_scale")
 

@@ -1,4 +1,4 @@
-"""FP8 (E4M3) with one scale a tensor, a row, a group of a row or a block: ``code * scale``."""
+"""FP8 (E4M3), ``code * scale``, with one scale per tensor, row, group of a row, or block."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from vllm.ops.packed_linear import PackedExperts, PackedWeight
 from vllm.ops.served_activations import ServedActivations
 
 EXPERTS = ("gate_up_proj", "up_proj", "down_proj")
-"""Weights of all experts, where each projection is one tensor."""
+"""Weights of all experts if each projection is one tensor."""
 
 _ZERO = "weight_zero_point"
 _SCALE_NAMES = ("weight_scale_inv", "weight_scale")
@@ -28,7 +28,7 @@ _ZERO_DTYPES = (*KERNEL_DTYPES, torch.float8_e4m3fn, torch.int8, torch.uint8)
 class Fp8Format(StorageFormat):
     """``weight`` float8_e4m3fn [m, n]; ``weight_scale_inv`` or ``weight_scale``, which multiplies.
 
-    block: rows and columns of a block; None: a scale a tensor, a row, or ``group_size`` columns.
+    block: rows and columns of a block; None: a scale per tensor, row, or ``group_size`` columns.
     """
 
     name = "FP8"
@@ -101,7 +101,7 @@ class Mxfp8Format(Fp8Format):
 
 class Fp8ExpertsFormat(Fp8Format):
     """All experts' weights in one tensor: ``NAME`` float8_e4m3fn [experts, m, n],
-    ``NAME_scale_inv`` [experts, as those of one weight].
+    ``NAME_scale_inv`` [experts, scales as of one weight].
     """
 
     separator = "_"
@@ -128,7 +128,7 @@ class Fp8ExpertsFormat(Fp8Format):
 
 
 def with_experts(linear: Fp8Format) -> FormatOf:
-    """Linear layers in that format, and experts side by side in one tensor."""
+    """Use the format for linear layers, and its like for tensors of all experts."""
     fused = Fp8ExpertsFormat(linear.block, linear.group_size, linear.activations)
 
     def format_of(module: str, names: Collection[str]) -> StorageFormat:

@@ -1,4 +1,4 @@
-"""GPTQ, as GPTQModel and AutoGPTQ write it: ``(code - zero) * scale``."""
+"""GPTQ as GPTQModel and AutoGPTQ write it: ``(code - zero) * scale``."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from vllm.ops.packed_linear import PackedWeight
 
 
 class GptqFormat(StorageFormat):
-    """Everything lies input by input, outputs side by side.
+    """GPTQ: everything lies input by input, with outputs side by side.
 
     ``qweight`` int32 [n * bits / 32, m]; ``qzeros`` int32 [groups, m * bits / 32]; ``scales``
-    [groups, m]; ``g_idx`` [n], the group of every input. zero_offset: 1 where zeros are stored one
+    [groups, m]; ``g_idx`` [n], the group of every input. zero_offset: 1 if stored zeros are one
     too small (the first version).
     """
 

@@ -20,10 +20,10 @@ _REGULAR, _IN_DYNAMIC, _NOT_IN_DYNAMIC = "re:", "+:", "-:"
 
 
 class IgnoreList:
-    """The entries of all lists that configs have, and of GPTQModel's ``dynamic``.
+    """The entries of all such lists in a config, and of GPTQModel's ``dynamic``.
 
-    An entry is a name, or whole parts of one between dots (``lm_head``, ``layers.0``), a pattern
-    with ``*``, or ``re:`` and a regular expression for the beginning.
+    An entry is a name, or whole parts of a name between dots (``lm_head``, ``layers.0``), or a
+    pattern with ``*``, or ``re:`` and a regular expression that matches the beginning.
     """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
@@ -49,7 +49,7 @@ class IgnoreList:
             self._parts[entry.strip(".")] = shown
 
     def find(self, module: str) -> str | None:
-        """The entry that lists the module, as text."""
+        """Return the entry that lists the module, as text."""
         parts = module.split(".")
         for start in range(len(parts)):
             for end in range(len(parts), start, -1):
@@ -60,8 +60,8 @@ class IgnoreList:
 
 
 def without_ignored(format_of: FormatOf, ignored: IgnoreList) -> FormatOf:
-    """``format_of``, None for modules that are listed; ValueError: one that is quantised all the
-    same."""
+    """Make ``format_of`` return None for listed modules. ValueError: a listed module is quantised
+    nevertheless."""
 
     def checked(module: str, names: Collection[str]) -> StorageFormat | None:
         stored = format_of(module, names)

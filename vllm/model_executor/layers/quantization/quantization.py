@@ -1,4 +1,4 @@
-"""From a checkpoint's ``quantization_config`` to the storage format of each of its modules."""
+"""Finds the storage format of each module in a checkpoint's ``quantization_config``."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _SPELLINGS = {
 
 
 def read_quantization(config: Mapping[str, Any]) -> FormatOf:
-    """Which format a module is stored in. ValueError: a method or setting that is not supported."""
+    """Read the formats of modules. ValueError: a method or setting is not supported."""
     method = str(config.get("quant_method")).lower()
     method = _SPELLINGS.get(method, method)
     if method not in READERS:
@@ -82,7 +82,7 @@ def _read_fbgemm(config: Mapping[str, Any]) -> FormatOf:
 
 
 _AWQ_BY_INPUT = ("gemm", "GEMM", "exllama", "ipex")
-"""Kernels that read the same tensors."""
+"""Kernels of AWQ that read the same tensors."""
 _AWQ_BY_ROW = ("gemv", "GEMV")
 
 
@@ -111,7 +111,7 @@ def _read_gptq(config: Mapping[str, Any]) -> FormatOf:
         return made
 
     usual, dynamic = make(config), section(config, "dynamic")
-    # "+:" or nothing: other settings of the modules that match; "-:" is for IgnoreList.
+    # "+:" or no prefix: other settings for the modules that match. IgnoreList reads "-:".
     others = [
         (
             expression(pattern.removeprefix("+:"), "dynamic"),
@@ -134,7 +134,7 @@ _MODELOPT = (
 
 
 def _read_modelopt(config: Mapping[str, Any]) -> FormatOf:
-    if config.get("quant_algo") is None:  # nothing but the cache is quantised
+    if config.get("quant_algo") is None:  # only the cache is quantised
         return lambda module, names: None
     algorithm = setting(config, "quant_algo", None, _MODELOPT)
     by_row = algorithm == "FP8_PER_CHANNEL_PER_TOKEN"
@@ -162,4 +162,4 @@ READERS: Mapping[str, Callable[[Mapping[str, Any]], FormatOf]] = {
     "mxfp4": _read_mxfp4,
     "quark": read_quark,
 }
-"""quant_method -> its reader."""
+"""quant_method -> the reader of its config."""

@@ -1,4 +1,4 @@
-"""The ``quantization_config`` of AMD Quark: FP8, INT8 and MXFP4 weights, beside what they mean."""
+"""The ``quantization_config`` of AMD Quark: FP8, INT8 and MXFP4 weights."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _ONLINE = ("online_r1_rotation", "r3", "r4", "online_rotations")
 
 
 def read_quark(config: Mapping[str, Any]) -> FormatOf:
-    """ValueError: a kind of weight that is not supported, or rotations while the model runs."""
+    """Read the config. ValueError: a kind of weight or a rotation is not supported."""
     setting(section(config, "export"), "weight_format", "real_quantized", ("real_quantized",))
     _refuse_rotations(config)
     usual = _format_of(section(config, "global_quant_config"))
@@ -53,7 +53,7 @@ def _refuse_rotations(config: Mapping[str, Any]) -> None:
 
 
 def _format_of(stored: Mapping[str, Any]) -> StorageFormat | None:
-    """None: floating point."""
+    """The format of these settings; None: floating point."""
     weight = section(stored, "weight")
     if not weight:
         return None
@@ -71,7 +71,7 @@ def _format_of(stored: Mapping[str, Any]) -> StorageFormat | None:
 
 
 def _served_activations(inputs: Mapping[str, Any]) -> ServedActivations | None:
-    """None: activations stay as they are, or become what is not supported."""
+    """The rounding of activations; None: there is none, or it is not supported."""
     if inputs.get("dtype") not in (*_FP8, *_INT8) or inputs.get("symmetric") is False:
         return None
     dtype = torch.float8_e4m3fn if inputs["dtype"] in _FP8 else torch.int8

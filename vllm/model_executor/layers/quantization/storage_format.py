@@ -1,4 +1,4 @@
-"""What a storage format is, and the checks that all of them make."""
+"""The base of storage formats, and the checks that all of them make."""
 
 from __future__ import annotations
 
@@ -18,33 +18,33 @@ UNUSED = (
     "input_scale_ub", "output_scale", "k_scale", "v_scale", "q_scale", "prob_scale",
     "kv_scale", "output_zero_point", "k_zero_point", "v_zero_point", "weight_shape",
 )  # fmt: skip
-"""Tensors beside a weight that nothing here needs: activations and caches are not quantised."""
+"""Tensors beside a weight that are not used: activations and caches are not quantised."""
 
 _NAN_POWER = 255
 _INPUT_SCALES = ("input_scale", "activation_scale")
 
 Tensors = Mapping[str, torch.Tensor]
-"""Last part of the name -> tensor, of one module."""
+"""Tensors of one module by the last parts of their names."""
 
 
 class StorageFormat(ABC):
-    """How one linear layer lies in a checkpoint: which tensors, and what they mean."""
+    """A format in which a linear layer lies in a checkpoint: its tensors and their meaning."""
 
     name: ClassVar[str]
     required: ClassVar[tuple[str, ...]]
-    """Last parts of the names of its tensors."""
+    """Last parts of the names of tensors that have to be there."""
     optional: ClassVar[tuple[str, ...]] = ()
     separator: ClassVar[str] = "."
-    """Before the last part; another: of tensors of all experts, which are in no module alone."""
+    """Stands before the last part; not a dot for tensors of all experts, which no module owns."""
     announced: tuple[str, ...] = ()
-    """Of these, what the config says there is."""
+    """Optional tensors that have to be there because the config announces them."""
     activations: ServedActivations | None = None
-    """How a layer's inputs are rounded where the checkpoint is served; None: they are not."""
+    """The rounding of a layer's inputs when the checkpoint is served; None: there is none."""
     takes_one_scale: bool = True
-    """Whether there may be one for all of a weight, in place of those for its parts."""
+    """True if a weight may have a single scale instead of those for its parts."""
 
     def split(self, name: str) -> tuple[str, str] | None:
-        """Module and last part of the name of a tensor of the format; None: of no such one."""
+        """Split a tensor's name into module and last part; None: another format's tensor."""
         module, _, leaf = name.rpartition(self.separator)
         return (module, leaf) if leaf in self.leaves else None
 
@@ -54,19 +54,19 @@ class StorageFormat(ABC):
         return (*self.required, *self.optional, *(_INPUT_SCALES if has_scale else ()))
 
     def tensor_name(self, module: str, leaf: str) -> str:
-        """What that tensor of the module is called."""
+        """Name of that tensor of the module."""
         return f"{module}{self.separator}{leaf}"
 
     def names(self, module: str) -> list[str]:
-        """What the tensors of that module may be called."""
+        """Names that tensors of the module may have."""
         return [self.tensor_name(module, leaf) for leaf in self.leaves]
 
     def weight_name(self, module: str) -> str:
-        """What the weight is called in a checkpoint that is not quantised."""
+        """Name of the weight in a checkpoint that is not quantised."""
         return f"{module}.weight" if self.separator == "." else module
 
     def read(self, module: str, tensors: Tensors) -> PackedWeight | PackedExperts:
-        """The weight [m, n] of all its tensors. ValueError names what is wrong."""
+        """Make the weight [m, n] from all its tensors. ValueError names what is wrong."""
         required = (*self.required, *self.announced)
         for leaf in required:
             if leaf not in tensors:
@@ -77,7 +77,7 @@ class StorageFormat(ABC):
         return self.unpack(Reader(self, module, tensors))
 
     def read_as_served(self, module: str, tensors: Tensors) -> PackedWeight | PackedExperts:
-        """As :meth:`read`, with what happens to its inputs. ValueError: nothing, here."""
+        """Do the same with the rounding of inputs. ValueError: there is none that is supported."""
         rule, stored = self.activations, Reader(self, module, tensors)
         if rule is None:
             raise ValueError(
@@ -106,15 +106,15 @@ class StorageFormat(ABC):
 
     @abstractmethod
     def unpack(self, stored: Reader) -> PackedWeight | PackedExperts:
-        """As :meth:`read`; everything that is required is there."""
+        """Make the weight; all required tensors are there."""
 
 
 FormatOf = Callable[[str, Collection[str]], StorageFormat | None]
-"""``format_of(module, names of all tensors)``: what it is stored in, if it is; None: as it is."""
+"""``format_of(module, names of all tensors)``: the module's format; None: it is not quantised."""
 
 
 class Reader:
-    """The tensors of one module, looked at before they are believed."""
+    """Reads the tensors of one module and checks each of them."""
 
     def __init__(self, stored: StorageFormat, module: str, tensors: Tensors) -> None:
         self._stored, self._module, self._tensors = stored, module, tensors
@@ -127,7 +127,7 @@ class Reader:
         return ValueError(f"weight {name!r} {problem} ({self._stored.name})")
 
     def each(self) -> Iterator[Reader]:
-        """Readers of what the tensors hold along their first dimension."""
+        """Yield a reader for each index of the tensors' first dimension."""
         for tensors in zip(*self._tensors.values(), strict=True):
             one = dict(zip(self._tensors, tensors, strict=True))
             yield Reader(self._stored, self._module, one)
@@ -135,7 +135,7 @@ class Reader:
     def get(
         self, leaf: str, dtypes: Sequence[torch.dtype], shape: Sequence[int | None] | None = None
     ) -> torch.Tensor:
-        """The tensor, of one of the dtypes; shape: None stands for any size."""
+        """Return the tensor, which has one of the dtypes; None in shape stands for any size."""
         tensor = self._tensors[leaf]
         if tensor.dtype not in dtypes:
             raise self.fail(leaf, f"is {tensor.dtype}, supported: {', '.join(map(str, dtypes))}")
@@ -155,7 +155,7 @@ class Reader:
         dtypes: Sequence[torch.dtype] = KERNEL_DTYPES,
         shape: Sequence[int | None] | None = None,
     ) -> torch.Tensor:
-        """As :meth:`get`, a tensor of scales, none of them infinite or NaN."""
+        """Return a tensor of scales, none of them infinite or NaN."""
         scales = self.get(leaf, dtypes, shape)
         bad = ~scales.float().isfinite()
         if bad.any():
@@ -166,7 +166,7 @@ class Reader:
     def by_group(
         self, leaf: str, shape: tuple[int, int], dtypes: Sequence[torch.dtype]
     ) -> torch.Tensor:
-        """A finite value a row and group, in that shape; one for all of them, if there may be."""
+        """Return finite values per row and group; a single one is expanded if that is allowed."""
         values, takes_one = self.finite(leaf, dtypes), self._stored.takes_one_scale
         if takes_one and values.numel() == 1:
             return values.reshape(1, 1).expand(shape)
@@ -176,14 +176,14 @@ class Reader:
         return values.reshape(shape)
 
     def powers_of_two(self, leaf: str, shape: Sequence[int | None] | None = None) -> torch.Tensor:
-        """As :meth:`get`, scales ``2 ** (code - 127)``, float8_e8m0fnu."""
+        """Return scales ``2 ** (code - 127)`` as float8_e8m0fnu."""
         codes = self.get(leaf, (torch.uint8, torch.float8_e8m0fnu), shape).view(torch.uint8)
         if (codes == _NAN_POWER).any():
             raise self.fail(leaf, f"holds {_NAN_POWER}, which is NaN, among its scales")
         return codes.view(torch.float8_e8m0fnu)
 
     def check_group_size(self, leaf: str, columns: int, group_size: int) -> int:
-        """The size, -1 made all columns. ValueError: it does not divide them."""
+        """Return the size; -1 stands for all columns. ValueError: it does not divide them."""
         if group_size == -1:
             return columns
         if group_size < 1 or columns % group_size:
@@ -195,15 +195,15 @@ class Reader:
         return group_size
 
     def check_no_nan_codes(self, leaf: str, codes: torch.Tensor) -> None:
-        """ValueError: a NaN among codes of float8_e4m3fn, which their products could not show."""
+        """ValueError: codes of float8_e4m3fn hold NaN, which products would not show."""
         bad = (codes.view(torch.uint8) & 0x7F) == 0x7F
         if bad.any():
             raise self.fail(leaf, f"holds NaN in {int(bad.sum())} place(s)")
 
 
 def unpack_integers(packed: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
-    """uint8 codes of int32 [.., n, ..] -> [.., n * 32 / bits, ..], the lowest bits first."""
-    if 32 % bits:  # one goes on in the next integer
+    """Unpack int32 [.., n, ..] to uint8 codes [.., n * 32 / bits, ..], lowest bits first."""
+    if 32 % bits:  # some codes cross integers
         words = packed.movedim(dim, -1).long() & 0xFFFFFFFF
         pairs = words | torch.nn.functional.pad(words, (0, 1))[..., 1:] << 32
         starts = torch.arange(words.shape[-1] * 32 // bits, device=packed.device) * bits
@@ -215,7 +215,7 @@ def unpack_integers(packed: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
 
 
 def join_halves(codes: torch.Tensor) -> torch.Tensor:
-    """uint8 [m, n] below 16 -> [m, n / 2 rounded up], the first of two in the low half."""
+    """Join uint8 [m, n] below 16 to [m, n / 2 rounded up], the first of two in the low half."""
     if codes.shape[1] % 2:
         codes = torch.nn.functional.pad(codes, (0, 1))
     return codes[:, ::2] | (codes[:, 1::2] << 4)
@@ -230,10 +230,10 @@ def integer_weight(
     order: torch.Tensor | None = None,
     columns: int | None = None,
 ) -> PackedWeight:
-    """``(code - zero) * scale``: uint8 codes [m, n], zeros and scales [m, groups].
+    """Make the weight ``(code - zero) * scale``: uint8 codes [m, n], zeros and scales [m, groups].
 
-    Zeros that are all alike go into the values of the codes. columns: n, where the codes, of 4
-    bits, lie two in a byte already.
+    Zeros that are all equal go into the values of the codes. columns: n, if codes of 4 bits
+    already lie two to a byte.
     """
     is_joined, columns = columns is not None, columns or codes.shape[1]
     first = int(zeros.flatten()[0]) if zeros.numel() else 0
@@ -260,9 +260,9 @@ def integer_weight(
 def order_of_groups(
     stored: Reader, leaf: str, columns: int, group_size: int
 ) -> torch.Tensor | None:
-    """Inputs sorted by their group, from the group of every input; None: they are in order.
+    """Sort the inputs by their groups, which the tensor holds; None: they are in order.
 
-    ValueError: groups that are not all of one size.
+    ValueError: groups differ in size.
     """
     groups = stored.get(leaf, (torch.int32, torch.int64), (columns,)).long()
     in_order = torch.arange(columns, device=groups.device) // group_size
@@ -277,8 +277,8 @@ def order_of_groups(
 
 
 def setting(config: Mapping[str, Any], name: str, default: Any, supported: Sequence[Any]) -> Any:
-    """An entry of a quantization_config, ``default`` where it is null. ValueError: of no supported
-    value."""
+    """Read an entry of a quantization_config, ``default`` if it is null. ValueError: its value is
+    not supported."""
     value = default if config.get(name) is None else config[name]
     if value not in supported:
         raise ValueError(
@@ -289,7 +289,7 @@ def setting(config: Mapping[str, Any], name: str, default: Any, supported: Seque
 
 
 def names_of(config: Mapping[str, Any], name: str) -> list[str]:
-    """An entry that is a list of names, or is not there. ValueError: another."""
+    """Read an optional entry that is a list of names. ValueError: it is not."""
     value = config.get(name) or []
     if not isinstance(value, list | tuple) or not all(isinstance(each, str) for each in value):
         raise ValueError(f"quantization_config: {name}={value!r} has to be a list of names")
@@ -297,7 +297,7 @@ def names_of(config: Mapping[str, Any], name: str) -> list[str]:
 
 
 def section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """An entry that is settings, or is not there. ValueError: another."""
+    """Read an optional entry that maps names to settings. ValueError: it does not."""
     value = config.get(name) or {}
     if not isinstance(value, Mapping):
         raise ValueError(f"quantization_config: {name}={value!r} has to map names to settings")
@@ -305,7 +305,7 @@ def section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def expression(text: str, name: str) -> re.Pattern[str]:
-    """A regular expression of an entry. ValueError: it is none."""
+    """Compile a regular expression of an entry. ValueError: it is not one."""
     try:
         return re.compile(text)
     except re.error as error:
@@ -315,7 +315,7 @@ def expression(text: str, name: str) -> re.Pattern[str]:
 
 
 def whole_number(config: Mapping[str, Any], name: str, default: int | None = None) -> int:
-    """An entry that is a number above 0, or -1. ValueError: another, or none."""
+    """Read an entry that is a whole number above 0, or -1. ValueError: it is not."""
     value = config.get(name, default)
     if not isinstance(value, int) or isinstance(value, bool) or (value < 1 and value != -1):
         raise ValueError(
@@ -325,7 +325,7 @@ def whole_number(config: Mapping[str, Any], name: str, default: int | None = Non
 
 
 def block_of(config: Mapping[str, Any], name: str) -> tuple[int, int]:
-    """An entry that is the rows and columns of a block ("128x128", too). ValueError: another."""
+    """Read an entry with rows and columns of a block, also "128x128". ValueError: it has none."""
     value = config.get(name)
     sizes = value.split("x") if isinstance(value, str) else value
     if isinstance(sizes, list | tuple) and len(sizes) == 2:
