@@ -16,27 +16,44 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 from vllm.model_executor.layers.layer import Layer
 from vllm.model_executor.layers.quantization.at_load import Quantise
-from vllm.model_executor.layers.weight_parts import (
-    Part,
-    check_is_float,
-    make_parts,
-    read_rows,
-    rows_at,
-    write_rows,
-)
+from vllm.model_executor.layers.weight_codes import Codes, joined_codes
 from vllm.model_executor.layers.weight_share import Piece, Share, Stored
-from vllm.model_executor.utils import check_shape, set_weight_attrs
-from vllm.ops.linear import empty_panels, linear, make_panels, prefers_panels
+from vllm.model_executor.utils import (
+    LOADABLE_DTYPES,
+    WeightFormatError,
+    check_shape,
+    make_parameter,
+    set_weight_attrs,
+)
+from vllm.ops.linear import (
+    empty_panels,
+    linear,
+    make_panels,
+    panel_embedding,
+    prefers_panels,
+    rows_into_panels,
+    rows_of_panels,
+)
 from vllm.ops.packed_linear import PackedExperts, PackedWeight, unpacks_weights
 
 _ATTRIBUTE = "named_weight"
 """Attribute of a parameter: the weight that it names."""
+
+
+class Part(NamedTuple):
+    """Rows ``start`` to ``end - 1`` of a weight that has codes."""
+
+    start: int
+    end: int
+    rows: Codes | Weight
 
 
 class Weight:
@@ -45,7 +62,7 @@ class Weight:
     It lies in one of three forms. *Rows* lie in the parameter as in a float checkpoint: while the
     weight loads, and afterwards if products read rows or something else reads the parameter.
     *Panels* (:mod:`vllm.ops.linear`) lie in the parameter, too. *Parts* are codes that stay codes,
-    and the floats between them; the parameter is empty.
+    and weights of the floats between them; the parameter is empty.
 
     quantise: applied to floats as they arrive. keeps_codes: codes stay codes if products unpack
     them. stays_in_rows: something else reads the parameter.
@@ -131,11 +148,7 @@ class Weight:
         parameter = self.parameter
         if self._codes:
             tables = range(self.shape[0] if len(self.shape) == 3 else 1)
-            self._parts = tuple(
-                make_parts(self._codes[table], self.shape[-2], partial(self._read, table))
-                for table in tables
-            )
-            self._codes.clear()
+            self._parts = tuple(tuple(self._make_parts(table)) for table in tables)
             parameter.data = parameter.data.new_empty((0, *self.shape[1:]))
         elif self._panels is not None:
             parameter.data = self._panels
@@ -163,21 +176,28 @@ class Weight:
         if self._parts is None:
             linear(x, self._floats(table), bias, out)
             return
-        for part in self._parts[table]:
-            part.multiply(x, bias, out)
+        for start, end, rows in self._parts[table]:
+            if end - start == self.shape[-2]:
+                rows.multiply_into(x, bias, out)
+            else:
+                added = None if bias is None else bias[start:end]
+                rows.multiply_into(x, added, out[:, start:end])
 
     def look_up(self, rows: torch.Tensor, table: int = 0) -> torch.Tensor:
         """Return rows ``rows``, int64 [k], as floats: a new tensor [k, n]."""
         num_rows, terms = self.shape[-2:]
-        if self._parts is None:
-            return rows_at(self._floats(table), rows, num_rows, terms)
-        parts = self._parts[table]
-        if len(parts) == 1:
-            return parts[0].look_up(rows, self.parameter.dtype)
         found = self.parameter.new_empty((len(rows), terms))
-        for part in parts:
-            here = (rows >= part.start) & (rows < part.end)
-            found[here] = part.look_up(rows[here] - part.start, found.dtype)
+        if self._parts is None:
+            floats = self._floats(table)
+            if floats.dim() == 2:
+                return functional.embedding(rows, floats)
+            panel_embedding(rows.contiguous(), floats, num_rows, found)
+            return found
+        for start, end, part in self._parts[table]:
+            if end - start == num_rows:
+                return part.look_up(rows)
+            here = (rows >= start) & (rows < end)
+            found[here] = part.look_up(rows[here] - start)
         return found
 
     @property
@@ -194,7 +214,7 @@ class Weight:
     def num_bytes(self) -> int:
         """Memory that the weight takes."""
         parts = (part for table in self._parts or () for part in table)
-        return self.parameter.nbytes + sum(part.num_bytes for part in parts)
+        return self.parameter.nbytes + sum(part.rows.num_bytes for part in parts)
 
     # ---- it changes
 
@@ -204,22 +224,24 @@ class Weight:
         WeightShapeError, WeightFormatError: a piece does not fit there. Then nothing has changed.
         """
         assert self.is_finished
-        for write in [write for piece in pieces for write in self._writes(*piece)]:
+        for write in [write for piece in pieces for write in self.writes(*piece)]:
             write()
 
-    def _writes(self, stored: Stored, row: int, table: int) -> Iterator[Callable[[], None]]:
+    def writes(self, stored: Stored, row: int, table: int = 0) -> Iterator[Callable[[], None]]:
+        """Yield the steps of :meth:`replace` for one piece."""
         num_rows, terms = self.shape[-2:]
         check_shape(stored, (min(stored.shape[0], num_rows - row), terms))
         if self._parts is None:
-            check_is_float(stored, self.parameter.dtype)
+            if isinstance(stored, PackedWeight):
+                raise WeightFormatError(stored.description, f"{self.parameter.dtype}")
+            if stored.dtype not in LOADABLE_DTYPES:
+                raise WeightFormatError(f"{stored.dtype}", f"{self.parameter.dtype}")
             yield partial(self._write, stored, row, table)
             return
-        for part in self._parts[table]:
-            first, end = max(row, part.start), min(row + stored.shape[0], part.end)
-            if first < end:
-                rows = stored.narrow(0, first - row, end - first)
-                part.check(rows, first - part.start)
-                yield partial(part.write, rows, first - part.start)
+        for start, end, part in self._parts[table]:
+            first, last = max(row, start), min(row + stored.shape[0], end)
+            if first < last:
+                yield from part.writes(stored.narrow(0, first - row, last - first), first - start)
 
     # ---- the floats
 
@@ -232,12 +254,32 @@ class Weight:
         floats = self.parameter if self._panels is None else self._panels
         return floats if len(self.shape) == 2 else floats[table]
 
-    def _read(self, table: int, first: int, end: int) -> torch.Tensor:
-        return read_rows(self._floats(table), first, end, self.shape[-1])
+    def _write(self, rows: torch.Tensor, first: int, table: int) -> None:
+        floats = self._floats(table).data
+        if floats.dim() == 2:
+            floats[first : first + len(rows)].copy_(rows)
+        else:
+            rows_into_panels(floats, first, rows, self.shape[-2])
 
-    def _write(self, rows: Stored, first: int, table: int) -> None:
-        assert isinstance(rows, torch.Tensor)
-        write_rows(self._floats(table).data, first, rows, self.shape[-2])
+    def _make_parts(self, table: int) -> Iterator[Part]:
+        end, num_rows = 0, self.shape[-2]
+        for start, codes in joined_codes(self._codes.pop(table, {})).items():
+            if start > end:
+                yield Part(end, start, self._float_part(table, end, start))
+            end = start + codes.shape[0]
+            yield Part(start, end, Codes(codes, self.parameter.dtype))
+        if end < num_rows:
+            yield Part(end, num_rows, self._float_part(table, end, num_rows))
+
+    def _float_part(self, table: int, first: int, end: int) -> Weight:
+        floats = self._floats(table)
+        if floats.dim() == 2:
+            rows = floats[first:end].clone()
+        else:
+            rows = rows_of_panels(floats, first, end, self.shape[-1])
+        weight = Weight(make_parameter(rows), stays_in_rows=self.stays_in_rows)
+        weight.finish()
+        return weight
 
 
 def weight_of(parameter: nn.Parameter) -> Weight:

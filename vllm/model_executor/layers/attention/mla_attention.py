@@ -16,7 +16,7 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase, 
 from vllm.model_executor.layers.layer import Layer
 from vllm.model_executor.layers.linear import divide
 from vllm.model_executor.layers.weight import Weight
-from vllm.model_executor.layers.weight_share import Run, Share, Stored
+from vllm.model_executor.layers.weight_share import Run, Share
 from vllm.model_executor.utils import make_parameter
 from vllm.ops.attention import write_kv
 from vllm.ops.backends import check_attention_backend, get_paged_attention
@@ -75,11 +75,10 @@ class LatentFactors(Weight):
             values = weight_of_panels(values, rows // self._heads - self._key_size, rank)
         return torch.cat((keys.transpose(1, 2), values), dim=1).flatten(0, 1)
 
-    def _write(self, rows: Stored, first: int, table: int) -> None:
+    def _write(self, rows: torch.Tensor, first: int, table: int) -> None:
         if not self.is_finished:
             super()._write(rows, first, table)
             return
-        assert isinstance(rows, torch.Tensor)
         whole = self._floats(table)
         whole[first : first + len(rows)].copy_(rows)
         for factor, new in zip((self.keys, self.values), self._split(whole), strict=True):
