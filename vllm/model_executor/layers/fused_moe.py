@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal
@@ -211,32 +211,16 @@ class Experts(Layer):
         shard_id: ShardId = None,
     ) -> None:
         """Keep this rank's rows of gate and up, of one expert or of all."""
-        arrivals = self._gate_up_shares(param, loaded_weight, shard_id)
+        whole, size = (self.whole_size, self.hidden_size), self.size
+        runs = [Run(self.tp_rank * size, size, part * size) for part in range(self.num_inputs)]
+        shares = [Share(whole, (run,)) for run in runs]
+        arrivals = self._arrivals(param, loaded_weight, shard_id, shares)
         if param is self.gate_up_proj:
             weight_of(param).load(arrivals)
             return
         for bias, share in arrivals:
             assert isinstance(bias, torch.Tensor)
             share.copy_entries(bias, param.data[share.table])
-
-    def _gate_up_shares(
-        self, param: nn.Parameter, loaded: Stored | PackedExperts, shard_id: ShardId
-    ) -> Iterator[tuple[Stored, Share]]:
-        def share(expert: int, part: int) -> Share:
-            run = Run(self.tp_rank * self.size, self.size, part * self.size)
-            return Share((self.whole_size, self.hidden_size), (run,), table=expert)
-
-        if shard_id is not None:
-            assert isinstance(shard_id, tuple) and not isinstance(loaded, PackedExperts)
-            yield loaded, share(*shard_id)
-            return
-        whole_rows = self.num_inputs * self.whole_size
-        tail = (self.hidden_size,) if param is self.gate_up_proj else ()
-        check_shape(loaded, (self.num_experts, whole_rows, *tail))
-        for expert, weight in enumerate(_one_by_one(loaded)):
-            for part in range(self.num_inputs):
-                rows = weight.narrow(0, part * self.whole_size, self.whole_size)
-                yield rows, share(expert, part)
 
     def load_down(
         self,
@@ -245,20 +229,29 @@ class Experts(Layer):
         shard_id: ShardId = None,
     ) -> None:
         """Keep this rank's columns, of one expert or of all."""
-        weight_of(param).load(self._down_shares(loaded_weight, shard_id))
-
-    def _down_shares(
-        self, loaded: Stored | PackedExperts, shard_id: ShardId
-    ) -> Iterator[tuple[Stored, Share]]:
         whole = Share.of_all(self.hidden_size, self.whole_size)
-        mine = replace(whole, columns=(self.tp_rank * self.size, self.size))
+        shares = [replace(whole, columns=(self.tp_rank * self.size, self.size))]
+        weight_of(param).load(self._arrivals(param, loaded_weight, shard_id, shares))
+
+    def _arrivals(
+        self,
+        param: nn.Parameter,
+        loaded: Stored | PackedExperts,
+        shard_id: ShardId,
+        shares: Sequence[Share],
+    ) -> Iterator[tuple[Stored, Share]]:
+        """Tensors of one expert's parts, or of all experts, each with its share."""
         if shard_id is not None:
             assert isinstance(shard_id, tuple) and not isinstance(loaded, PackedExperts)
-            yield loaded, replace(mine, table=shard_id[0])
+            expert, part = shard_id
+            yield loaded, replace(shares[part], table=expert)
             return
-        check_shape(loaded, (self.num_experts, *whole.shape))
+        rows, columns = shares[0].shape
+        tail = (columns,) if param is not self.gate_up_proj_bias else ()
+        check_shape(loaded, (self.num_experts, len(shares) * rows, *tail))
         for expert, weight in enumerate(_one_by_one(loaded)):
-            yield weight, replace(mine, table=expert)
+            for part, share in enumerate(shares):
+                yield weight.narrow(0, part * rows, rows), replace(share, table=expert)
 
     def load_down_bias(self, param: nn.Parameter, loaded_weight: torch.Tensor) -> None:
         """Load the bias, which only the first rank adds."""
