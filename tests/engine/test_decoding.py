@@ -40,23 +40,23 @@ def record(llm: LLM) -> Recorder:
     return recorder
 
 
-@pytest.mark.skipif(source_of("cpu").name == "plain", reason="plain torch packs nothing")
+@pytest.mark.skipif(source_of("cpu").name == "plain", reason="plain torch reads no panels")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("tied", [False, True])
-def test_packed_heads_and_embeddings_change_no_bit(
+def test_heads_and_embeddings_in_panels_change_no_bit(
     tied: bool, dtype: torch.dtype, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = checkpoint("qwen3_5", dtype=dtype, tie_word_embeddings=tied)
     params = greedy(9, logprobs=3, prompt_logprobs=2)
     found = []
-    for packs in (True, False):
+    for in_panels in (True, False):
         with monkeypatch.context() as patch:
-            if not packs:
+            if not in_panels:
                 patch.setattr(loader, "prepare_heads", lambda model, quantization: None)
             with engine(folder) as llm:
                 model = core_of(llm).executor.worker.model_runner.model
-                assert (model.lm_head.weight.dim() == 4) == packs
-                assert (model.model.embed_tokens.weight.dim() == 4) == (packs and tied)
+                assert (model.lm_head.weight.dim() == 4) == in_panels
+                assert (model.model.embed_tokens.weight.dim() == 4) == (in_panels and tied)
                 outputs = llm.generate(random_prompts(7, LENGTHS), params, use_tqdm=False)
         found.append([(o.outputs[0].token_ids, o.outputs[0].logprobs, o.prompt_logprobs)
                       for o in outputs])  # fmt: skip

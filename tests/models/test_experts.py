@@ -26,7 +26,7 @@ class Half(torch.nn.Module):
         return x * 0.5
 
 
-def make_layer(dtype: torch.dtype, *, packed: bool, **options: Any) -> FusedMoE:
+def make_layer(dtype: torch.dtype, *, in_panels: bool, **options: Any) -> FusedMoE:
     torch.manual_seed(3)
     experts = Experts(NUM_EXPERTS, HIDDEN, WIDTH, bias=True)
     rule = RoutingRule(top_k=TOP_K, scores="sigmoid", renormalise=True, has_correction=True)
@@ -36,7 +36,7 @@ def make_layer(dtype: torch.dtype, *, packed: bool, **options: Any) -> FusedMoE:
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     layer.experts.to(dtype)
-    if packed:
+    if in_panels:
         finish_weights(layer)
     return layer.requires_grad_(False)
 
@@ -63,15 +63,15 @@ def naive(layer: FusedMoE, x: torch.Tensor) -> torch.Tensor:
 
 
 def test_values_are_those_of_the_formula() -> None:
-    layer = make_layer(torch.float32, packed=False)
+    layer = make_layer(torch.float32, in_panels=False)
     x = torch.randn(19, HIDDEN)
     torch.testing.assert_close(layer(x).double(), naive(layer, x), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("in_panels", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_neighbours_change_no_bit(dtype: torch.dtype, packed: bool) -> None:
-    layer = make_layer(dtype, packed=packed)
+def test_neighbours_change_no_bit(dtype: torch.dtype, in_panels: bool) -> None:
+    layer = make_layer(dtype, in_panels=in_panels)
     x = torch.randn(83, HIDDEN).to(dtype)
     together = layer(x)
     assert together.isfinite().all()
@@ -82,7 +82,7 @@ def test_neighbours_change_no_bit(dtype: torch.dtype, packed: bool) -> None:
 
 
 def test_experts_without_tokens_and_steps_without_tokens() -> None:
-    layer = make_layer(torch.float32, packed=True)
+    layer = make_layer(torch.float32, in_panels=True)
     assert layer(torch.zeros(0, HIDDEN)).shape == (0, HIDDEN)
     assert layer.router.correction is not None
     layer.router.correction.copy_(torch.tensor([9.0, 8.0, 7.0, 0.0, 0.0, 0.0, 0.0]))

@@ -278,7 +278,7 @@ def test_interleaved_pairs_rotate_as_complex_numbers() -> None:
 
 
 @pytest.mark.parametrize("case", ["untied", "tied", "two heads", "held by another", "of others"])
-def test_heads_are_packed_with_the_embeddings_that_they_are_tied_to(
+def test_heads_end_in_panels_with_the_embeddings_that_they_are_tied_to(
     case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     embedding, head, second = VocabParallelEmbedding(8, 4), ParallelLMHead(8, 4), None
