@@ -122,6 +122,7 @@ def with_packages(edge: Edge) -> Iterator[Edge]:
 def layers() -> list[Layer]:
     """The table, from the bottom up."""
     text = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
+    text = text.partition("## 11. Who imports whom")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| (\w+) \| (`.*?) \|(.*)\|$", text, re.MULTILINE)
     return [Layer(name, re.findall("`(.+?)`", modules), may.split()) for name, modules, may in rows]
 

@@ -103,6 +103,7 @@ def test_files_and_generated_tokens(checkpoint: Checkpoint, tmp_path: Path) -> N
         assert params is not None
         with safe_open(params["hidden_states_path"], "pt") as file:
             assert json.loads(file.metadata()["layer_ids"]) == layers
+            assert "'norm' is the state after" in file.metadata()["layer_convention"]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "fp8"])

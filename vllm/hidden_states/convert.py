@@ -9,7 +9,7 @@ from typing import cast
 
 from vllm.hidden_states import metadata as records
 from vllm.hidden_states.dataset import HiddenStatesDataset
-from vllm.hidden_states.layer_ids import check_speculators
+from vllm.hidden_states.layer_ids import check_speculators, convention_of
 from vllm.hidden_states.manifest import DatasetTotals, merge_units, read_skipped, start_dataset
 from vllm.hidden_states.mapped_file import MappedFile
 from vllm.hidden_states.metadata import DatasetFormat, DatasetSettings
@@ -166,6 +166,7 @@ def _settings_of_folder(dataset: HiddenStatesDataset) -> DatasetSettings:
         options=options,
         pooling=cast("Pooling", metadata.get("pooling", "none")),
         engine_version=metadata.get("engine_version", ""),
+        convention=convention_of(dataset.layer_ids),
     )
 
 

@@ -16,12 +16,18 @@ from vllm.utils.boundaries import NORM, LayerId
 
 CONVENTION = (
     "layer id i is the residual stream after i decoder layers: 0 is the embedding output, "
-    "num_hidden_layers the last layer's output before the final norm, 'norm' the state after it, "
-    "as the LM head reads it; slots are in the order of layer_ids"
+    "num_hidden_layers the last layer's output before the final norm; slots are in the order "
+    "of layer_ids"
 )
+_NORM_CONVENTION = "; 'norm' is the state after the final norm, as the LM head reads it"
 Layers = str | int | Sequence[int | str]
 """The forms that :func:`resolve_layer_ids` takes."""
 _DFLASH_DRAFT_LAYERS = 5
+
+
+def convention_of(layer_ids: Sequence[LayerId]) -> str:
+    """Return the text that files of these layers carry, so that they explain themselves."""
+    return CONVENTION + _NORM_CONVENTION if NORM in layer_ids else CONVENTION
 
 
 def _early_middle_late(last: int) -> list[int]:

@@ -13,7 +13,7 @@ from vllm.config.identity import value_identity
 from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.extract.options import ExtractOptions
 from vllm.entrypoints.extract.prompts import PromptMaker
-from vllm.hidden_states.layer_ids import check_speculators, resolve_layer_ids
+from vllm.hidden_states.layer_ids import check_speculators, convention_of, resolve_layer_ids
 from vllm.hidden_states.metadata import ROW_TENSORS, DatasetSettings
 from vllm.hidden_states.positions import parse_positions
 from vllm.hidden_states.tensor_file import checksum
@@ -129,6 +129,7 @@ class Resolved:
             config_digest=self._identity["config"],
             tokenizer_digest=_tokenizer_digest(self._tokenizer[0]),
             options=self._other_options(),
+            convention=convention_of(self.layer_ids),
         )
 
     @cached_property

@@ -35,7 +35,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_tracker import (
     HiddenStatesMetadata,
     RowTracker,
 )
-from vllm.hidden_states.layer_ids import CONVENTION
+from vllm.hidden_states.layer_ids import convention_of
 from vllm.utils.boundaries import LayerId
 from vllm.v1.rows.fields import StoredNames
 from vllm.v1.rows.fields.hidden import HiddenStates
@@ -226,7 +226,7 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         metadata = {
             "model": str(self._vllm_config.model_config.model),
             "layer_ids": json.dumps(self._layer_ids),
-            "layer_convention": CONVENTION,
+            "layer_convention": convention_of(self._layer_ids),
         }
         layout, form = self._row_layout, TensorForm(row_cache.dtype, tuple(row_cache.shape[2:]))
         metadata |= {name: json.dumps(value) for name, value in layout.constants.items()}
