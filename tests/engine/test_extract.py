@@ -90,8 +90,7 @@ def test_every_request_has_its_own_layers_positions_and_dtype(
     requests = []
     for number, ids in enumerate(prompts):
         chosen = choices[number % len(choices)]
-        mask = [token % 3 == 0 for token in ids] if chosen["positions"] == "mask" else None
-        requests.append(ExtractRequest(ids, mask=mask, **chosen))
+        requests.append(ExtractRequest(ids, mask=[token % 3 == 0 for token in ids], **chosen))
     with engine(folder, max_num_batched_tokens=96) as llm:
         every_layer = [sample.hidden_states for sample in extract(llm, prompts, ":", ordered=True)]
     hybrid = 225_000 if source_of("cpu").keeps_pending else 170_000
@@ -113,6 +112,8 @@ def test_every_request_has_its_own_layers_positions_and_dtype(
             "all": list(range(n)),
         }.get(str(request.positions), [n - 1, 0, n - 1])
         assert sample.positions.tolist() == expected_positions
+        assert sample.loss_mask is not None
+        assert sample.loss_mask.tolist() == [prompts[number][p] % 3 == 0 for p in sample.positions]
         wanted = every_layer[number][expected_positions][:, list(sample.layer_ids)]
         if request.dtype == "fp8":
             scale = wanted.float().norm(dim=-1)
@@ -471,6 +472,9 @@ def test_async_extract(checkpoint: Checkpoint) -> None:
             for item, sample in zip(chats, expected_of_chats, strict=True):
                 assert torch.equal(item.token_ids, sample.token_ids)
                 assert torch.equal(item.rows(), sample.rows())
+            masked = ExtractRequest(prompts[0], mask=[0] * (len(prompts[0]) - 1) + [1])
+            (item,) = [item async for item in llm.extract(masked, [1], "every:1")]
+            assert item.loss_mask is not None and item.loss_mask.tolist() == masked.mask
             samples = llm.extract(prompts * 50, [1])
             await anext(samples)
             await samples.aclose()

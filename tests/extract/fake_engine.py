@@ -88,10 +88,8 @@ class FakeEngine:
             return FailedSample(index, str(index), failure)
         if DEADLY_TOKEN in token_ids:
             die_once()
-        if request.positions is None:
-            chosen = parse_positions(positions).select(len(token_ids))
-        else:
-            chosen = torch.tensor(request.positions)
+        mask: Any = request.mask
+        chosen = parse_positions(positions).select(len(token_ids), mask)
         rows = fake_rows(token_ids, layers, self.hidden_size)[chosen]
         scales = None
         if self.pooling != "none":
@@ -101,6 +99,8 @@ class FakeEngine:
             rows, scales = quantize_rows(rows)
         rows = rows.to(STORAGE_DTYPES[dtype])
         tensors = {"hidden_states": rows} | ({} if scales is None else {"scales": scales})
+        if mask is not None and self.pooling == "none":
+            tensors["loss_mask"] = mask[chosen]
         return HiddenStatesSample(
             index, str(index), torch.tensor(token_ids), chosen, tensors, layers
         )

@@ -129,6 +129,15 @@ def test_rows_of_chosen_positions_in_fp8(
         assert torch.cosine_similarity(restored, rows[-1:], dim=-1).min() >= 0.999
 
 
+def test_loss_masks_beside_all_rows(tiny_llama: Path, tmp_path: Path) -> None:
+    masks = [[i % 3 == 0 for i in range(n)] for n in (5, 31, 2)]
+    records = [{"input_ids": [7] * len(one), "loss_mask": [*map(int, one)]} for one in masks]
+    data = write_jsonl(tmp_path / "data.jsonl", records)
+    assert run_real(tiny_llama, data, tmp_path / "output", positions="every:2") == 0
+    for sample, mask in zip(HiddenStatesDataset(tmp_path / "output"), masks, strict=True):
+        assert sample.loss_mask is not None and sample.loss_mask.tolist() == mask[::2]
+
+
 def test_verify(
     tiny_llama: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -218,7 +227,7 @@ def test_mistakes_end_with_status_2(
         (["--rank", "2", "--world-size", "2"], "rank=2 is not valid; world_size is 2"),
         (["--rank", "0", "--world-size", "2", "--verify", "1"], "verify=1 is not valid"),
         (["--id-column", "id"], "id_column='id' is not valid"),
-        (["--mask-column", "m"], "mask_column='m' is not valid"),
+        (["--mask-column", "m", "--no-loss-mask"], "mask_column='m' is not valid"),
         (["--shard-size-gib", "0"], "shard_size_gib=0.0 is not valid"),
         (["--shard-size-gib", "inf"], "shard_size_gib=inf is not valid; use a finite number"),
     ]

@@ -97,7 +97,7 @@ def test_a_plan_of_something_else_is_not_used(tmp_path: Path) -> None:
     data = write_token_ids(tmp_path / "a.jsonl", LISTS)
     plan_of(data, tmp_path / "plan")
     assert has_plan(tmp_path / "plan", settings_of("k"))
-    assert has_plan(tmp_path / "plan", settings_of("k").with_counts(3, 200))
+    assert has_plan(tmp_path / "plan", settings_of("k").with_plan(3, 200, True))
     assert not has_plan(tmp_path / "plan", settings_of("other"))
     plan_of(data, tmp_path / "plan", key="other")
     assert has_plan(tmp_path / "plan", settings_of("other"))

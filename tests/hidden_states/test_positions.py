@@ -116,6 +116,6 @@ def test_positions_that_are_none(spec: object) -> None:
 
 
 @pytest.mark.parametrize("spec", ["all", "last", "every:2", [0, 1], 0, slice(0, 2)])
-def test_a_mask_that_nothing_reads_is_refused(spec: object) -> None:
-    with pytest.raises(ValueError, match=r"a mask was passed, but positions=.* does not read it"):
-        resolve_positions(spec, 2, [True, False])
+def test_a_mask_does_not_change_other_positions(spec: object) -> None:
+    """It is the loss mask of the sample."""
+    assert resolve_positions(spec, 2, [True, False]) == resolve_positions(spec, 2)

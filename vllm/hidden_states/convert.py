@@ -19,7 +19,7 @@ from vllm.hidden_states.units import cut_at, open_unit_writer, plan_units
 from vllm.hidden_states.verify import verify_unit
 from vllm.logger import init_logger
 from vllm.utils.disk import FILE_BYTES, check_room
-from vllm.v1.rows.fields import BUILT_IN, METADATA_KEYS, find_field
+from vllm.v1.rows.fields import BUILT_IN, LOSS_MASK, METADATA_KEYS, find_field
 from vllm.v1.rows.fields.fp8 import FP8
 from vllm.v1.rows.fields.hidden import STORAGE_DTYPES
 
@@ -71,13 +71,12 @@ def convert_dataset(
     row_bytes = len(dataset.layer_ids) * dataset.hidden_size * STORAGE_DTYPES[dtype].itemsize
     sizes = (dataset.num_rows(index) * row_bytes for index in range(len(dataset)))
     units = list(plan_units(sizes, cut_at(fmt, shard_bytes)))
+    has_loss_mask = source_settings.has_loss_mask and fmt != "speculators"
     settings = dataclasses.replace(
-        source_settings,
+        source_settings.with_plan(len(units), len(dataset), has_loss_mask),
         format=fmt,
         dtype=dtype,
         shard_bytes=shard_bytes,
-        num_units=len(units),
-        num_samples=len(dataset),
         input_digest=_digest(stored),
         origin=source_settings,
     )
@@ -149,9 +148,11 @@ def _settings_of_folder(dataset: HiddenStatesDataset) -> DatasetSettings:
         if set(find_field(field).tensor_names) <= first.names
     }
     others = [json.loads(metadata.get(key, "[]")) for key in METADATA_KEYS]
+    if has_loss_mask := LOSS_MASK in others[0]:
+        others[0].remove(LOSS_MASK)
     if any(others):
         options[records.ROW_TENSORS] = json.dumps(others)
-    return DatasetSettings(
+    settings = DatasetSettings(
         model=metadata.get("model", ""),
         layer_ids=dataset.layer_ids,
         num_hidden_layers=num_hidden_layers,
@@ -160,14 +161,15 @@ def _settings_of_folder(dataset: HiddenStatesDataset) -> DatasetSettings:
         positions=metadata.get("positions", "all"),
         format="files",
         shard_bytes=0,
-        num_units=1,
-        num_samples=len(dataset),
+        num_units=0,
+        num_samples=0,
         input_digest="",
         options=options,
         pooling=cast("Pooling", metadata.get("pooling", "none")),
         engine_version=metadata.get("engine_version", ""),
         convention=convention_of(dataset.layer_ids),
     )
+    return settings.with_plan(1, len(dataset), has_loss_mask)
 
 
 def _digest(dataset: HiddenStatesDataset) -> str:

@@ -23,7 +23,7 @@ from vllm.hidden_states.mapped_file import DamagedFileError, MappedFile
 from vllm.hidden_states.metadata import DatasetSettings, FileRecord, read_unit_records
 from vllm.hidden_states.sample import HiddenStatesSample
 from vllm.utils.boundaries import LayerId
-from vllm.v1.rows.fields import StoredNames
+from vllm.v1.rows.fields import LOSS_MASK, StoredNames
 from vllm.v1.rows.fields.fp8 import FP8
 
 _MAPPED_FILES = 64
@@ -42,6 +42,15 @@ class RowBatch(NamedTuple):
     """int64 [rows], positions of these tokens in their samples"""
     samples: torch.Tensor
     """int64 [rows], the ``index`` of their samples"""
+    tensors: dict[str, torch.Tensor]
+    """The other tensors that all these samples have, [rows, ...] each."""
+    columns: dict[str, list[Any]]
+    """The columns that were kept, one value for each row."""
+
+    @property
+    def loss_mask(self) -> torch.Tensor | None:
+        """bool [rows]; None if a sample has none."""
+        return self.tensors.get(LOSS_MASK)
 
 
 class PaddedBatch(NamedTuple):
@@ -57,6 +66,15 @@ class PaddedBatch(NamedTuple):
     """bool [samples, most rows], true where there is a row"""
     samples: torch.Tensor
     """int64 [samples], their ``index``"""
+    tensors: dict[str, torch.Tensor]
+    """The other tensors that all these samples have, [samples, most rows, ...] each."""
+    columns: dict[str, list[Any]]
+    """The columns that were kept, one value for each sample."""
+
+    @property
+    def loss_mask(self) -> torch.Tensor | None:
+        """bool [samples, most rows], false where there is no row; None if a sample has none."""
+        return self.tensors.get(LOSS_MASK)
 
 
 class HiddenStatesDataset(Dataset[HiddenStatesSample]):
@@ -184,8 +202,8 @@ class HiddenStatesDataset(Dataset[HiddenStatesSample]):
             rest = _rows_of(self[index])
             while waiting + len(rest.rows) >= batch_size:
                 taken = batch_size - waiting
-                parts.append(RowBatch(*(column[:taken] for column in rest)))
-                rest = RowBatch(*(column[taken:] for column in rest))
+                parts.append(_part(rest, slice(taken)))
+                rest = _part(rest, slice(taken, None))
                 yield _join(parts)
                 parts, waiting = [], 0
             if len(rest.rows):
@@ -271,6 +289,8 @@ class _SampleFile(MappedFile):
         """Return the tensors of these rows besides their hidden states."""
         scales = self.scales(*rows)
         tensors = {} if scales is None else {"scales": scales}
+        if self.metadata.get("positions") == "mask" and "pooling" not in self.metadata:
+            tensors[LOSS_MASK] = torch.ones(rows[1] - rows[0], dtype=torch.bool)
         names = self._stored_names.tensors
         return tensors | {name: self.tensor(name, *rows) for name in names if name in self}
 
@@ -337,6 +357,8 @@ def _rows_of(sample: HiddenStatesSample) -> RowBatch:
         sample.token_ids[sample.positions],
         sample.positions,
         torch.full_like(sample.positions, sample.index),
+        sample.other_tensors,
+        {name: [value] * len(sample.positions) for name, value in sample.columns.items()},
     )
 
 
@@ -346,11 +368,44 @@ def _rows_of_each(samples: Sequence[HiddenStatesSample]) -> list[RowBatch]:
     return [_rows_of(sample) for sample in samples]
 
 
+def _part(batch: RowBatch, rows: slice) -> RowBatch:
+    return RowBatch(
+        batch.rows[rows],
+        batch.token_ids[rows],
+        batch.positions[rows],
+        batch.samples[rows],
+        {name: tensor[rows] for name, tensor in batch.tensors.items()},
+        {name: values[rows] for name, values in batch.columns.items()},
+    )
+
+
 def _join(parts: list[RowBatch]) -> RowBatch:
     """Concatenate the parts."""
     if len(parts) == 1:
         return parts[0]
-    return RowBatch(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
+    return RowBatch(
+        torch.cat([part.rows for part in parts]),
+        torch.cat([part.token_ids for part in parts]),
+        torch.cat([part.positions for part in parts]),
+        torch.cat([part.samples for part in parts]),
+        {name: torch.cat(each) for name, each in _other_tensors(parts).items()},
+        {
+            name: [value for part in parts for value in part.columns.get(name, _nulls(part))]
+            for name in dict.fromkeys(name for part in parts for name in part.columns)
+        },
+    )
+
+
+def _nulls(part: RowBatch) -> list[None]:
+    """The values of a column that the part's sample lacks."""
+    return [None] * len(part.rows)
+
+
+def _other_tensors(parts: Sequence[RowBatch]) -> dict[str, list[torch.Tensor]]:
+    """Return the tensors that all parts with rows have, a list with one for each part."""
+    full = [part.tensors for part in parts if len(part.rows)]
+    names = [name for name in full[0] if all(name in one for one in full)] if full else []
+    return {name: [part.tensors.get(name, full[0][name][:0]) for part in parts] for name in names}
 
 
 def pack_samples(samples: Sequence[HiddenStatesSample]) -> RowBatch:
@@ -373,5 +428,15 @@ def pad_samples(samples: Sequence[HiddenStatesSample]) -> PaddedBatch:
             [torch.ones(len(part.rows), dtype=torch.bool) for part in parts],
         )
     )
-    indices = torch.tensor([sample.index for sample in samples])
-    return PaddedBatch(rows, token_ids, positions, mask, indices)
+    return PaddedBatch(
+        *(rows, token_ids, positions, mask),
+        torch.tensor([sample.index for sample in samples]),
+        {
+            name: pad_sequence(each, batch_first=True)
+            for name, each in _other_tensors(parts).items()
+        },
+        {
+            name: [sample.columns.get(name) for sample in samples]
+            for name in dict.fromkeys(name for sample in samples for name in sample.columns)
+        },
+    )

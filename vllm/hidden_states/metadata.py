@@ -23,7 +23,7 @@ from vllm.hidden_states.sample import Pooling
 from vllm.hidden_states.tensor_file import checksum, dtype_name
 from vllm.utils.boundaries import LayerId
 from vllm.utils.whole_files import remove_temporary, write_whole
-from vllm.v1.rows.fields import BUILT_IN, StoredNames, find_field
+from vllm.v1.rows.fields import BUILT_IN, LOSS_MASK, StoredNames, find_field
 from vllm.v1.rows.fields.hidden import STORAGE_DTYPES
 from vllm.version import __version__
 
@@ -37,6 +37,7 @@ UNITS_FOLDER = "units"
 _CHECKSUM = "checksum"
 ROW_TENSORS = "row_tensors"
 """Name of the option that lists tensors and constants of fields that are not built in."""
+_HAS_LOSS_MASK = "has_loss_mask"
 _KERNELS = "kernels"
 _MAY_BE_UNKNOWN = (_KERNELS, "weights_sampled")
 """Options that older datasets lack; differences count only if both datasets have them."""
@@ -149,7 +150,12 @@ class DatasetSettings:
         """Names of the tensors and constants that samples carry besides hidden states."""
         built_in = [find_field(BUILT_IN[name]) for name in BUILT_IN if name in self.options]
         others = json.loads(self.options.get(ROW_TENSORS, "[[], []]"))
-        return StoredNames.of(built_in).plus(*others)
+        return StoredNames.of(built_in).plus([LOSS_MASK] * self.has_loss_mask, ()).plus(*others)
+
+    @property
+    def has_loss_mask(self) -> bool:
+        """True if samples carry their loss masks."""
+        return _HAS_LOSS_MASK in self.options
 
     @property
     def selection(self) -> str:
@@ -161,9 +167,17 @@ class DatasetSettings:
         """True if there is a row for each token, so that positions need not be stored."""
         return self.selection == "all"
 
-    def with_counts(self, num_units: int, num_samples: int) -> DatasetSettings:
-        """Return these settings for a plan of ``num_units`` and ``num_samples``."""
-        return dataclasses.replace(self, num_units=num_units, num_samples=num_samples)
+    def with_plan(self, num_units: int, num_samples: int, has_loss_mask: bool) -> DatasetSettings:
+        """Return these settings with what only a plan, or an existing dataset, can tell."""
+        options = {name: value for name, value in self.options.items() if name != _HAS_LOSS_MASK}
+        options |= {_HAS_LOSS_MASK: "true"} if has_loss_mask else {}
+        return dataclasses.replace(
+            self, num_units=num_units, num_samples=num_samples, options=options
+        )
+
+    def like(self, stored: DatasetSettings) -> DatasetSettings:
+        """Return these settings with the plan of ``stored``, an existing dataset."""
+        return self.with_plan(stored.num_units, stored.num_samples, stored.has_loss_mask)
 
     @property
     def kernels(self) -> str:

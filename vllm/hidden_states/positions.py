@@ -70,8 +70,8 @@ def as_mask(mask: object, num_tokens: int) -> npt.NDArray[np.bool_]:
         )
     if len(values) != num_tokens:
         raise ValueError(
-            f"positions=mask needs a mask with a value for each of {num_tokens} tokens; it has "
-            f"{len(values)} values"
+            f"mask: has to have a value for each of {num_tokens} tokens; it has {len(values)} "
+            "values"
         )
     return values.astype(np.bool_)
 
@@ -80,16 +80,11 @@ def resolve_positions(spec: object, num_tokens: int, mask: object = None) -> lis
     """Return positions in a prompt, in the order requested, with duplicates; None for all of them.
 
     spec: text for :func:`parse_positions`, one position, several (negative ones count from
-        the end), or a slice. Raises ValueError if ``spec`` or ``mask`` is wrong; a mask may be
-        passed for positions="mask" only.
+        the end), or a slice. Only positions="mask" reads the mask. Raises ValueError if ``spec``
+        is wrong, or a mask that is read.
     """
-    selection = parse_positions(spec) if isinstance(spec, str) else None
-    if mask is not None and (selection is None or selection.kind != "mask"):
-        raise ValueError(
-            f"a mask was passed, but positions={reprlib.repr(spec)} does not read it: use "
-            "positions='mask', or leave the mask out"
-        )
-    if selection is not None:
+    if isinstance(spec, str):
+        selection = parse_positions(spec)
         if selection.kind == "all":
             return None
         positions: list[int] = selection.select(num_tokens, mask).tolist()  # type: ignore[arg-type]

@@ -13,6 +13,7 @@ from vllm.exceptions import Failure, FailureError
 from vllm.hidden_states.layer_ids import Layers
 from vllm.hidden_states.tensor_file import dtype_name
 from vllm.utils.boundaries import LayerId
+from vllm.v1.rows.fields import LOSS_MASK
 from vllm.v1.rows.fields.checks import find_bad_row
 from vllm.v1.rows.fields.fp8 import FP8, dequantize_rows, quantization_errors, quantize_rows
 from vllm.v1.rows.fields.hidden import HiddenStates
@@ -34,8 +35,9 @@ class ExtractRequest:
     positions: str | Sequence[int] | None = None
     """``all``, ``last``, ``every:K``, ``mask``, or a list of positions, whose order and duplicates
     are kept."""
-    mask: Sequence[bool | int] | None = None
-    """For ``positions="mask"``: one value for each token, true if its row is kept."""
+    mask: Sequence[bool | int] | torch.Tensor | None = None
+    """One value for each token: ``positions="mask"`` keeps the rows of those that are true. The
+    sample has it as ``loss_mask``, with any positions."""
     dtype: str | torch.dtype | None = None
     """``auto`` (the model's), ``float32``, ``bfloat16``, ``float16`` or ``fp8``."""
 
@@ -90,6 +92,12 @@ class HiddenStatesSample:
     def other_tensors(self) -> dict[str, torch.Tensor]:
         """The tensors that are kept besides hidden states."""
         return {k: v for k, v in self.tensors.items() if k not in HiddenStates.tensor_names}
+
+    @property
+    def loss_mask(self) -> torch.Tensor | None:
+        """bool [rows], the mask at the token of each row; None if it is not known, or rows are
+        pooled."""
+        return self.tensors.get(LOSS_MASK)
 
     @property
     def expert_ids(self) -> torch.Tensor | None:

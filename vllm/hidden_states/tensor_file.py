@@ -28,6 +28,7 @@ DTYPE_NAMES = {
     torch.int32: "I32",
     torch.int16: "I16",
     torch.uint8: "U8",
+    torch.bool: "BOOL",
 }
 """The dtypes in our files, as safetensors spells them."""
 CHECKSUM_KEY = "checksum."

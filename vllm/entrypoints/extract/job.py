@@ -115,11 +115,11 @@ class _Job:
         with _sources(self.options, self.directory) as sources:
             settings = self.resolved.settings(input_digest(sources))
             if (self.directory / records.SETTINGS_FILE).exists():
-                stored = DatasetSettings.read(str(self.directory))
-                settings = settings.with_counts(stored.num_units, stored.num_samples)
+                settings = settings.like(DatasetSettings.read(str(self.directory)))
             else:
-                plan = _open_plan(plan_folder, sources, self.resolved, settings)
-                settings = settings.with_counts(plan.num_units, plan.totals.num_samples)
+                stores_loss_mask = self.options.stores_loss_mask
+                plan = _open_plan(plan_folder, sources, self.resolved, settings, stores_loss_mask)
+                settings = plan.complete(settings)
                 self._check_disk(plan, self._mine(settings), settings)
             print_table("Settings", settings_lines(settings))
             committed = start_dataset(
@@ -127,7 +127,9 @@ class _Job:
             )
             todo = self._units_to_do(settings, committed)
             if todo:
-                plan = _open_plan(plan_folder, sources, self.resolved, settings)
+                plan = _open_plan(
+                    plan_folder, sources, self.resolved, settings, settings.has_loss_mask
+                )
                 self._check_disk(plan, todo, settings)
         if todo:
             print_table("Plan", plan_lines(plan.totals, plan.num_units))
@@ -254,8 +256,13 @@ def _dry_run(resolved: Resolved, directory: Path) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         with _sources(resolved.options, Path(scratch)) as sources:
             settings = resolved.settings(input_digest(sources))
-            plan = _open_plan(Path(scratch) / PLAN_FOLDER, sources, resolved, settings)
-        settings = settings.with_counts(plan.num_units, plan.totals.num_samples)
+            stores_loss_mask = resolved.options.stores_loss_mask
+            if (directory / records.SETTINGS_FILE).exists():
+                stores_loss_mask = DatasetSettings.read(str(directory)).has_loss_mask
+            plan = _open_plan(
+                Path(scratch) / PLAN_FOLDER, sources, resolved, settings, stores_loss_mask
+            )
+        settings = plan.complete(settings)
         print_table("Settings", settings_lines(settings))
         lines = [
             *plan_lines(plan.totals, plan.num_units),
@@ -289,11 +296,15 @@ def _memory_lines(resolved: Resolved) -> list[tuple[str, str]]:
 
 
 def _open_plan(
-    folder: Path, sources: list[Source], resolved: Resolved, settings: DatasetSettings
+    folder: Path,
+    sources: list[Source],
+    resolved: Resolved,
+    settings: DatasetSettings,
+    stores_loss_mask: bool,
 ) -> Plan:
     if has_plan(folder, settings):
         return Plan(folder)
-    return make_plan(folder, sources, resolved.prompt_maker(), settings)
+    return make_plan(folder, sources, resolved.prompt_maker(stores_loss_mask), settings)
 
 
 @contextmanager

@@ -41,11 +41,13 @@ class ExtractOptions:
     token_ids_column: str | None = None
     """Column with token ids. Default: "input_ids", or "token_ids"."""
     mask_column: str | None = None
-    """Column with an integer for each token; positions=mask keeps the rows where it is not 0.
-    Default: "loss_mask", or else the answers of the assistant in a conversation."""
+    """Column with an integer for each token, the loss mask; positions=mask keeps the rows where it
+    is not 0. Default: "loss_mask", or else the answers of the assistant in a conversation."""
     mask_empty_reasoning: bool = True
     """Count an empty reasoning block, which templates write into answers without reasoning, as part
-    of the answer when positions=mask finds the answers in conversations."""
+    of the answer when a mask is made of the answers in a conversation."""
+    loss_mask: bool = True
+    """Store the loss mask beside the rows if a record has a conversation or a column for it."""
     id_column: str | None = None
     """Column with the names of the files of format "files". Default: the numbers of the samples."""
     chat_template: str | None = None
@@ -119,7 +121,9 @@ class ExtractOptions:
         self._require("layers", self.layers, 'name layers, for instance "2,12,last"')
         parse_positions(self.positions)
         if self.mask_column is not None:
-            self._require("mask_column", self.positions == "mask", "set positions='mask'")
+            is_read = self.positions == "mask" or self.stores_loss_mask
+            advice = "set positions='mask', or store masks: loss_mask, no pooling"
+            self._require("mask_column", is_read, advice)
         if self.id_column is not None:
             is_named = self.format == "files"
             self._require("id_column", is_named, "it names the files of format='files'")
@@ -137,6 +141,12 @@ class ExtractOptions:
             self._require("keep_columns", not self.keep_columns, f"{reason}rows and token ids only")
             is_exact = self.storage_dtype != "fp8"
             self._require("storage_dtype", is_exact, f"{reason}bfloat16, float16 or float32")
+
+    @property
+    def stores_loss_mask(self) -> bool:
+        """True if masks that are known are stored beside rows; speculators has its own."""
+        is_redundant = self.positions == "mask" or self.format == "speculators"
+        return self.loss_mask and self.pooling == "none" and not is_redundant
 
     def _require(self, name: str, holds: object, advice: str) -> None:
         if not holds and not getattr(self, name):

@@ -5,7 +5,7 @@ from there, in any order, without the input or the tokenizer:
 
     samples.bin     one _SAMPLE for each sample, in the order of the dataset
     token_ids.bin   int32, in the order of the input
-    masks.bin       one byte for each token, only if positions come from a mask
+    masks.bin       one byte for each token, only if masks are wanted
     names.bin       name of each sample, a zero byte, and JSON of the columns that are kept; UTF-8
     units.bin       int64, the first sample of each unit, and the number of samples
     skipped.jsonl   {"record": ..., "reason": ...} of each record that is not a sample
@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+import torch
 from tqdm import tqdm
 
 from vllm.entrypoints.extract.options import ExtractOptions
@@ -58,7 +59,7 @@ PLAN_FOLDER = "plan"
 _TOTALS = "plan.json"
 _SKIPPED = "skipped.jsonl"
 _RECORDS_AT_ONCE = 64
-_VERSION = 2
+_VERSION = 3
 """Version of the files above."""
 _STORED_ID_BYTES = 8
 """Bytes of a token id in the dataset."""
@@ -66,13 +67,13 @@ _REPORTED_ONE_BY_ONE = 20
 
 
 class PlannedSample(NamedTuple):
-    """One sample: the tokens to run, the rows to keep, and its name."""
+    """One sample: the tokens to run, and what is stored with them."""
 
     sample: int
     record: int
     token_ids: list[int]
-    positions: list[int] | None
-    """The positions if they come from a mask, otherwise None."""
+    mask: torch.Tensor | None
+    """bool [tokens], the loss mask, from which positions may come; None if there are no masks."""
     num_rows: int
     name: str
     columns: Mapping[str, Any]
@@ -90,6 +91,8 @@ class PlanTotals:
     num_rows: int = 0
     num_truncated: int = 0
     num_skipped: int = 0
+    num_masked: int = 0
+    """Samples that have a loss mask to store, with at least one token in it."""
     num_bytes: int = 0
     row_bytes: int = 0
     """Bytes of one stored row."""
@@ -128,16 +131,21 @@ class Plan:
         tokens = sum(int(span["num_tokens"].sum()) for span in spans)
         return rows * self.totals.row_bytes + tokens * _STORED_ID_BYTES
 
+    def complete(self, settings: DatasetSettings) -> DatasetSettings:
+        """Return the settings with what only the plan can tell."""
+        totals = self.totals
+        return settings.with_plan(self.num_units, totals.num_samples, totals.num_masked > 0)
+
     def sample(self, number: int) -> PlannedSample:
         record, start, num_tokens, num_rows, name_start, name_end = self._samples[number].tolist()
         tokens = slice(start, start + num_tokens)
-        positions = np.flatnonzero(self._masks[tokens]).tolist() if len(self._masks) else None
+        mask = torch.from_numpy(self._masks[tokens].astype(bool)) if len(self._masks) else None
         name, _, columns = self._names[name_start:name_end].tobytes().rpartition(b"\0")
         return PlannedSample(
             number,
             record,
             self._token_ids[tokens].tolist(),
-            positions,
+            mask,
             num_rows,
             name.decode(),
             json.loads(columns),
@@ -155,7 +163,7 @@ def has_plan(folder: Path, settings: DatasetSettings) -> bool:
 
 
 def _key(settings: DatasetSettings) -> str:
-    identity = settings.with_counts(0, 0).identity()
+    identity = settings.with_plan(0, 0, False).identity()
     return checksum(json.dumps([_VERSION, identity], sort_keys=True).encode())
 
 
@@ -232,8 +240,11 @@ def _write_samples(
                 name_bytes += len(name)
                 files["samples"].write(np.array([(*sample, name_bytes)], dtype=_SAMPLE).tobytes())
                 files["token_ids"].write(prompt.token_ids.astype("<i4").tobytes())
-                if prompt.mask is not None:
-                    files["masks"].write(prompt.mask.tobytes())
+                if maker.makes_masks:
+                    mask = np.ones(num_tokens, bool) if prompt.mask is None else prompt.mask
+                    files["masks"].write(mask.tobytes())
+                    is_known = prompt.mask is not None and bool(prompt.mask.any())
+                    totals.num_masked += maker.stores_loss_mask and is_known
                 files["names"].write(name)
                 totals.num_samples += 1
                 totals.num_tokens += num_tokens

@@ -10,12 +10,15 @@ import numpy as np
 from vllm.entrypoints.extract.options import ExtractOptions
 from vllm.entrypoints.extract.records import Record, Values
 from vllm.hidden_states.positions import as_mask, flat_array
+from vllm.logger import init_logger
 from vllm.transformers_utils.answer_spans import Span, chat_answers
 from vllm.transformers_utils.chat_template import ChatOptions, chat_text
 from vllm.transformers_utils.tokenizer import TokenizerLike, is_certainly_longer, start_of
 
 if TYPE_CHECKING:
     import numpy.typing as npt
+
+logger = init_logger(__name__)
 
 _MESSAGES = ("messages",)
 _TEXT = ("prompt", "text")
@@ -29,7 +32,7 @@ class Prompt(NamedTuple):
 
     token_ids: npt.NDArray[np.int32]
     mask: npt.NDArray[np.bool_] | None
-    """bool [tokens] if positions come from a mask, otherwise None."""
+    """bool [tokens]; None if no mask is wanted or known."""
     name: str
     is_truncated: bool
 
@@ -48,16 +51,24 @@ class PromptMaker:
 
     tokenizer: None if there is none, for ``reason``; then records need token ids.
     options: ``chat_template`` must be the template itself, not the path of its file.
+    stores_loss_mask: make masks where they are known, even if positions do not come from them.
     """
 
     def __init__(
-        self, tokenizer: TokenizerLike | None, reason: str, vocab_size: int, options: ExtractOptions
+        self,
+        tokenizer: TokenizerLike | None,
+        reason: str,
+        vocab_size: int,
+        options: ExtractOptions,
+        stores_loss_mask: bool = False,
     ) -> None:
         self._tokenizer: Any = tokenizer
         self._reason = reason
         self._vocab_size = vocab_size
         self.options = options
         self._needs_mask = options.positions == "mask"
+        self.stores_loss_mask = stores_loss_mask
+        self.makes_masks = self._needs_mask or stores_loss_mask
         self._named = (options.token_ids_column, options.messages_column, options.prompt_column)
 
     @property
@@ -149,18 +160,34 @@ class PromptMaker:
     def _render(self, messages: Any, tools: Any, mask: object) -> Any:
         try:
             conversation = [_without_nones(message) for message in messages]
-            options = self._chat_options(tools)
-            if self._needs_mask and mask is None:
-                text, spans = chat_answers(
-                    self._tokenizer,
-                    conversation,
-                    with_empty_reasoning=self.options.mask_empty_reasoning,
-                    **options,
-                )
+            if self.makes_masks and mask is None:
+                text, spans = self._find_answers(conversation, tools)
                 return _Text(text, True, spans, None)
-            return _Text(chat_text(self._tokenizer, conversation, **options), True, None, mask)
+            return _Text(self._chat_text(conversation, tools), True, None, mask)
         except (ValueError, TypeError) as error:
             return f"bad messages: {error}"
+
+    def _chat_text(self, messages: list[Any], tools: Any) -> str:
+        return chat_text(self._tokenizer, messages, **self._chat_options(tools))
+
+    def _find_answers(self, messages: list[Any], tools: Any) -> tuple[str, tuple[Span, ...]]:
+        """Return a conversation as text, and the spans of the assistant's answers in it."""
+        try:
+            text, spans = chat_answers(
+                self._tokenizer,
+                messages,
+                with_empty_reasoning=self.options.mask_empty_reasoning,
+                **self._chat_options(tools),
+            )
+        except ValueError:
+            if self._needs_mask:
+                raise
+            text, spans = self._chat_text(messages, tools), ()
+            logger.warning_once(
+                "Answers in some conversations cannot be located, so their loss mask selects no "
+                "token; mark them in the template with {% generation %}, or give masks"
+            )
+        return text, spans
 
     def _chat_options(self, tools: Any) -> ChatOptions:
         return {
@@ -199,9 +226,9 @@ class PromptMaker:
         options, mask = self.options, None
         if not token_ids.size:
             return "no prompt: the tokenizer makes no tokens from it"
-        if self._needs_mask:
-            if raw_mask is None:
-                return f"bad mask: there is none for {token_ids.size} tokens"
+        if self._needs_mask and raw_mask is None:
+            return f"bad mask: there is none for {token_ids.size} tokens"
+        if self.makes_masks and raw_mask is not None:
             try:
                 mask = as_mask(raw_mask, token_ids.size)
             except ValueError as error:
@@ -212,7 +239,7 @@ class PromptMaker:
             return self._too_long(record, f"{token_ids.size} tokens, at most {most}")
         if mask is not None:
             mask = mask[:most]
-            if not mask.any():
+            if self._needs_mask and not mask.any():
                 return "bad mask: it selects no token"
         column = options.id_column
         value = None if column is None else record.values.get(column)

@@ -34,7 +34,7 @@ logger = init_logger(__name__)
 _BYTES_CHANGE = (
     "input_format", "messages_column", "prompt_column", "token_ids_column", "mask_column",
     "id_column", "chat_template_kwargs", "add_generation_prompt", "max_samples", "shuffle_seed",
-    "on_long", "keep_columns", "mask_empty_reasoning",
+    "on_long", "keep_columns", "mask_empty_reasoning", "loss_mask",
 )  # fmt: skip
 """Options that the dataset depends on, except those with their own fields in its settings."""
 _NOT_STATED = {
@@ -42,6 +42,7 @@ _NOT_STATED = {
     ROW_TENSORS: StoredNames(),
     "keep_columns": [],
     "mask_empty_reasoning": True,
+    "loss_mask": True,
 }
 """Values that settings leave out, as the settings of older datasets do."""
 _HAVE_A_PLACE = ("config", "hub_id", "hub_commit")
@@ -103,9 +104,10 @@ class Resolved:
     def _tokenizer(self) -> tuple[Any, str]:
         return load_tokenizer(self.vllm_config.model_config)
 
-    def prompt_maker(self) -> PromptMaker:
+    def prompt_maker(self, stores_loss_mask: bool) -> PromptMaker:
+        """``stores_loss_mask``: what the options say, or the dataset that is continued."""
         vocab_size = self.vllm_config.model_config.get_vocab_size()
-        return PromptMaker(*self._tokenizer, vocab_size, self.prompt_options)
+        return PromptMaker(*self._tokenizer, vocab_size, self.prompt_options, stores_loss_mask)
 
     def settings(self, input_digest: str) -> DatasetSettings:
         """Return all settings that the bytes of the dataset depend on, without the counts."""

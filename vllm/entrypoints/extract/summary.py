@@ -84,6 +84,7 @@ def plan_lines(totals: PlanTotals, num_units: int) -> Lines:
         ("tokens", f"{totals.num_tokens:,}"),
         ("rows", f"{totals.num_rows:,}"),
         ("bytes", f"about {format_bytes(totals.num_bytes)} in {num_units:,} units"),
+        *([("loss mask", f"in {totals.num_masked:,} samples")] if totals.num_masked else []),
         *([("truncated", f"{totals.num_truncated:,}")] if totals.num_truncated else []),
     ]
 

@@ -123,13 +123,12 @@ def _results(
             for planned in map(plan.sample, samples):
                 under_way.append((planned, unit, samples))
                 prompt = {"prompt_token_ids": planned.token_ids}
-                yield ExtractRequest(prompt, positions=planned.positions)
+                yield ExtractRequest(prompt, mask=planned.mask)
 
-    positions = "all" if settings.positions == "mask" else settings.positions
     for result in engine.extract(
         requests(),
         settings.layer_ids,
-        positions,
+        settings.positions,
         settings.dtype,
         ordered=True,
         on_error="yield",

@@ -19,7 +19,7 @@ import torch
 
 from vllm.exceptions import Failure, FailureKind
 from vllm.hidden_states.layer_ids import Layers, layer_items, resolve_layer_ids
-from vllm.hidden_states.positions import resolve_positions
+from vllm.hidden_states.positions import as_mask, resolve_positions
 from vllm.hidden_states.sample import (
     ExtractRequest,
     FailedSample,
@@ -79,6 +79,8 @@ class _Pending:
     spec: ExtractionSpec
     order: torch.Tensor | None = None
     """int64 indices of the spec's rows that the sample has; None: all of them in their order."""
+    loss_mask: torch.Tensor | None = None
+    """bool, the mask at the token of each of the spec's rows; None: not known."""
     pooled_as: torch.dtype | None = None
     """Dtype of the mean of its rows, if that is wanted."""
 
@@ -197,7 +199,10 @@ class ExtractionFeed:
         processed = self._processor.process_extraction(request_id, self._prompt(options.prompt))
         token_ids = processed.request.prompt_token_ids
         positions = settings.positions if options.positions is None else options.positions
-        chosen = resolve_positions(positions, len(token_ids), options.mask)
+        mask = None
+        if options.mask is not None:
+            mask = torch.from_numpy(as_mask(options.mask, len(token_ids)))
+        chosen = resolve_positions(positions, len(token_ids), mask)
         name, pooled_as = storage_dtype(dtype), None
         if settings.pooling == "last":
             chosen = [len(token_ids) - 1] if chosen is None else chosen[-1:]
@@ -207,7 +212,9 @@ class ExtractionFeed:
         rows = None if chosen is None else sorted(set(chosen))
         spec = ExtractionSpec(self._layer_ids(layers), rows, name)
         order = None if chosen == rows else torch.searchsorted(*map(torch.tensor, (rows, chosen)))
-        pending = _Pending(index, token_ids, spec, order, pooled_as)
+        if mask is not None:
+            mask = None if settings.pooling != "none" else mask if rows is None else mask[rows]
+        pending = _Pending(index, token_ids, spec, order, mask, pooled_as)
         if rows == []:
             return Prepared(self._sample(request_id, pending, None))
         # Tokens after the last wanted row do not affect it.
@@ -321,6 +328,8 @@ class ExtractionFeed:
             layer_ids=spec.layer_ids,
             constants=extracted.constants,
         )
+        if pending.loss_mask is not None:
+            sample = sample.with_tensors(loss_mask=pending.loss_mask)
         if pending.order is not None:
             sample = sample.take_rows(pending.order)
         return sample if pending.pooled_as is None else mean_of_rows(sample, pending.pooled_as)

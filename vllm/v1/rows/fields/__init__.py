@@ -16,6 +16,8 @@ from vllm.v1.rows.fields.layout import Field
 
 BUILT_IN = {"expert_trace": "vllm.v1.rows.fields.experts:Experts"}
 """Option of an engine -> the field that it adds."""
+LOSS_MASK = "loss_mask"
+"""Tensor, bool [rows], of samples whose loss mask is known."""
 
 
 def find_field(name: str) -> type[Field]:
@@ -101,6 +103,7 @@ RESERVED_NAMES = frozenset(
         "sample_index",
         "record_index",
         "columns",
+        LOSS_MASK,
         "column_offsets",
     }
 )
