@@ -543,6 +543,28 @@ def test_an_engine_that_cannot_start_leaves_no_folder(
     assert not output.exists()
 
 
+@pytest.mark.parametrize("dry_run", [True, False])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
+        ({"num_hidden_layers": 5}, "missing"),
+    ],
+)
+def test_a_checkpoint_that_cannot_run_is_refused_before_the_input_is_read(
+    change: dict[str, Any], message: str, dry_run: bool, tiny_llama: Path, data: Path,
+    output: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    model = tmp_path / "model"
+    shutil.copytree(tiny_llama, model)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, **change}))
+    monkeypatch.setattr("vllm.entrypoints.extract.job.find_sources", None)
+    with pytest.raises(ValueError, match=message):
+        run(model, data, output, dry_run=dry_run)
+    assert not output.exists()
+
+
 def test_interrupt(
     tiny_llama: Path, data: Path, output: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -77,6 +77,32 @@ def test_every_kind_together(tokenizer: Any) -> None:
     assert ids == [text[0], chat, [5, 6], text[1], [7]]
 
 
+def test_sharegpt(tokenizer: Any) -> None:
+    roles = {"user": "human", "assistant": "gpt"}
+    chat = [{"role": "system", "content": "Be brief."}, *CHAT, {"role": "tool", "content": "7"}]
+    values = {
+        "conversations": [
+            {"from": roles.get(one["role"], one["role"]), "value": one["content"], "weight": None}
+            for one in chat
+        ]
+    }
+    expected = one(tokenizer, {"messages": chat}, positions="mask")
+    assert expected.mask is not None and expected.mask.any()
+    named = {"chat": values["conversations"]}
+    for record, options in ((values, {}), (named, {"messages_column": "chat"})):
+        found = one(tokenizer, record, positions="mask", **options)
+        assert found.token_ids.tolist() == expected.token_ids.tolist()
+        assert found.mask is not None and found.mask.tolist() == expected.mask.tolist()
+    for role, usual in (("chatgpt", "assistant"), ("observation", "tool")):
+        record = {"conversations": [*values["conversations"], {"from": role, "value": "x"}]}
+        message = {"role": usual, "content": "x"}
+        assert one(tokenizer, record).token_ids.tolist() == (
+            one(tokenizer, {"messages": [*chat, message]}).token_ids.tolist()
+        )
+    for bad in ([{"from": "gpt"}, {"value": "x"}], [{"from": ["gpt"], "value": "x"}]):
+        assert refusal(tokenizer, {"conversations": bad}).startswith("bad messages")
+
+
 def test_named_columns_win(tokenizer: Any) -> None:
     values = {"input_ids": [1], "story": "abc", "chat": CHAT}
     assert one(tokenizer, values, prompt_column="story").token_ids.tolist() == (

@@ -85,6 +85,7 @@ def run_job(
             _merge(directory, options.mixed_kernels)
         return 0
     resolved = Resolved(options, engine_args)
+    resolved.check_model()
     if options.dry_run:
         _dry_run(resolved, directory)
         return 0

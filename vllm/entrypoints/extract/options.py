@@ -35,7 +35,7 @@ class ExtractOptions:
     """Format of the files. "auto": by the endings of their names. "text": each file is one prompt;
     "lines": each line is one."""
     messages_column: str | None = None
-    """Column with conversations, for the chat template. Default: "messages"."""
+    """Column with conversations, for the chat template. Default: "messages" or "conversations"."""
     prompt_column: str | None = None
     """Column with text. Default: "prompt", or "text"."""
     token_ids_column: str | None = None

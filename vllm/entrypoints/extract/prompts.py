@@ -20,11 +20,22 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
-_MESSAGES = ("messages",)
+_MESSAGES = ("messages", "conversations")
 _TEXT = ("prompt", "text")
 _TOKEN_IDS = ("input_ids", "token_ids")
 _MASK = ("loss_mask",)
 _TOOLS = "tools"
+_SHAREGPT_ROLES = {
+    "human": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bing": "assistant",
+    "bard": "assistant",
+    "model": "assistant",
+    "observation": "tool",
+    "function_response": "tool",
+}
+"""Roles of ShareGPT records; others, such as "system" and "tool", have the usual names."""
 
 
 class Prompt(NamedTuple):
@@ -159,7 +170,7 @@ class PromptMaker:
 
     def _render(self, messages: Any, tools: Any, mask: object) -> Any:
         try:
-            conversation = [_without_nones(message) for message in messages]
+            conversation = [_as_message(message) for message in messages]
             if self.makes_masks and mask is None:
                 text, spans = self._find_answers(conversation, tools)
                 return _Text(text, True, spans, None)
@@ -265,11 +276,16 @@ def _column(values: Values, named: str | None, usual: Sequence[str]) -> Any:
     return next((values[name] for name in names if values.get(name) is not None), None)
 
 
-def _without_nones(message: Any) -> Any:
-    """Drop the empty fields of a message: tables have a value in every column."""
+def _as_message(message: Any) -> Any:
+    """Drop the empty fields of a message, because tables have a value in every column; give the
+    fields of ShareGPT (``from``, ``value``) the usual names."""
     if not isinstance(message, Mapping):
         return message
-    return {key: value for key, value in message.items() if value is not None or key == "content"}
+    kept = {key: value for key, value in message.items() if value is not None or key == "content"}
+    if "from" in kept and "role" not in kept:
+        role = kept.pop("from")
+        kept |= {"role": _SHAREGPT_ROLES.get(role, role), "content": kept.pop("value", None)}
+    return kept
 
 
 def _mask_of(

@@ -63,7 +63,16 @@ class Resolved:
     def vllm_config(self) -> VllmConfig:
         args = self.engine_args
         refuse_unless(args.data_parallel_size >= 1, args, "data_parallel_size", "use at least 1")
-        return dataclasses.replace(args, data_parallel_size=1).create_engine_config()
+        return self._make_config()
+
+    def _make_config(self) -> VllmConfig:
+        return dataclasses.replace(self.engine_args, data_parallel_size=1).create_engine_config()
+
+    def check_model(self) -> None:
+        """Raise ValueError if an engine would refuse the checkpoint; reads no weights."""
+        from vllm.model_report.checkpoint_report import report_checkpoint
+
+        report_checkpoint(self._make_config())  # its layers enter the config
 
     @cached_property
     def layer_ids(self) -> tuple[LayerId, ...]:
