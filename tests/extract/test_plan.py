@@ -50,7 +50,7 @@ def plan_of(data: Path, folder: Path, key: str = "k", unit_bytes: int = 5000, **
 def test_every_sample_is_in_one_unit(tmp_path: Path, unit_bytes: int, positions: str) -> None:
     data = write_token_ids(tmp_path / "a.jsonl", LISTS)
     plan = plan_of(data, tmp_path / "plan", positions=positions, unit_bytes=unit_bytes)
-    numbers = [number for unit in range(plan.num_units) for number in plan.samples_of(unit)]
+    numbers = [number for unit in plan.units for number in plan.samples_of(unit)]
     assert numbers == list(range(len(LISTS)))
     samples = [plan.sample(number) for number in numbers]
     assert [sample.token_ids for sample in samples] == LISTS
@@ -58,7 +58,7 @@ def test_every_sample_is_in_one_unit(tmp_path: Path, unit_bytes: int, positions:
     rows = {"all": lambda n: n, "last": lambda n: 1, "every:7": lambda n: -(-n // 7)}[positions]
     assert [sample.num_rows for sample in samples] == [rows(len(ids)) for ids in LISTS]
     sizes = [sample.num_rows * 100 + len(sample.token_ids) * TOKEN_BYTES for sample in samples]
-    for unit in range(plan.num_units):
+    for unit in plan.units:
         unit_sizes = [sizes[number] for number in plan.samples_of(unit)]
         assert len(unit_sizes) == 1 or sum(unit_sizes) <= unit_bytes
     assert plan.totals.num_bytes == sum(sizes)

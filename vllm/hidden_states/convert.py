@@ -79,6 +79,7 @@ def convert_dataset(
         shard_bytes=shard_bytes,
         input_digest=_digest(stored),
         origin=source_settings,
+        added=(),
     )
     if check_disk:
         _check_disk(dataset, units, destination, settings)

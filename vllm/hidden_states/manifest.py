@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import os
@@ -11,7 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm.hidden_states import metadata as records
+from vllm.hidden_states.mapped_file import MappedFile
 from vllm.hidden_states.metadata import (
+    AddedInput,
     DatasetSettings,
     SkippedRecord,
     UnitRecord,
@@ -49,16 +52,64 @@ def start_dataset(
     """
     os.makedirs(directory, exist_ok=True)
     if os.path.exists(os.path.join(directory, records.SETTINGS_FILE)):
-        stored = DatasetSettings.read(directory)
-        differences = stored.differences(settings, mixes_kernels=mixes_kernels)
-        if differences:
-            raise ValueError(
-                f"{directory} holds a dataset of other settings; choose another folder, or the "
-                "same settings:\n  " + "\n  ".join(differences)
-            )
+        _check_same(directory, settings, mixes_kernels)
     else:
         settings.write(directory)
     return read_unit_records(directory)
+
+
+def _check_same(directory: str, settings: DatasetSettings, mixes_kernels: bool) -> None:
+    stored = DatasetSettings.read(directory)
+    differences = stored.differences(settings, mixes_kernels=mixes_kernels)
+    if differences:
+        raise ValueError(
+            f"{directory} holds a dataset of other settings; choose another folder, or the "
+            "same settings:\n  " + "\n  ".join(differences)
+        )
+
+
+def continue_settings(
+    directory: str, settings: DatasetSettings, *, appends: bool, mixes_kernels: bool = False
+) -> DatasetSettings:
+    """Return the settings of a run on one input as they are for the whole dataset.
+
+    appends: an input that is not in the dataset is added to it; its units are not counted yet.
+    Raises ValueError if it cannot be added, because the dataset is not complete or has other
+    settings.
+    """
+    if not os.path.exists(os.path.join(directory, records.SETTINGS_FILE)):
+        return settings
+    stored = DatasetSettings.read(directory)
+    digest = settings.input_digest
+    if not appends or digest in (one.input_digest for one in stored.inputs):
+        return settings.like(stored)
+    read_manifest(directory)
+    both = dataclasses.replace(settings, input_digest=stored.input_digest).like(stored)
+    _check_same(directory, both, mixes_kernels)
+    start = AddedInput(digest, stored.num_units, stored.num_samples, _count_records(directory))
+    return dataclasses.replace(both, added=(*stored.added, start))
+
+
+def _count_records(directory: str) -> int:
+    """Return a number above those of all records of the input of a finished dataset."""
+    numbers = [one.record for one in read_skipped(directory)]
+    for unit in read_unit_records(directory):
+        for one in unit.files:
+            file = MappedFile(os.path.join(directory, one.name))
+            if "record_index" in file:
+                numbers += file.tensor("record_index").tolist()
+            else:
+                numbers.append(int(file.metadata["record"]))
+    return max(numbers, default=-1) + 1
+
+
+def add_input(directory: str, settings: DatasetSettings) -> None:
+    """Make a finished dataset one that lacks the units of the input that ``settings`` add."""
+    stored = DatasetSettings.read(directory)
+    grown = stored.with_plan(settings.num_units, settings.num_samples, stored.has_loss_mask)
+    dataclasses.replace(grown, added=settings.added).write(directory)
+    with contextlib.suppress(FileNotFoundError):  # another rank was faster
+        os.unlink(os.path.join(directory, records.MANIFEST_FILE))
 
 
 def missing_units(directory: str) -> list[int]:

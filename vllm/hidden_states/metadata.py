@@ -85,6 +85,16 @@ class UnitRecord:
 
 
 @dataclass(frozen=True)
+class AddedInput:
+    """An input whose records were added to a dataset, and the place where they begin."""
+
+    input_digest: str
+    first_unit: int = 0
+    first_sample: int = 0
+    first_record: int = 0
+
+
+@dataclass(frozen=True)
 class DatasetSettings:
     """Everything that the bytes of a dataset depend on; stored as ``settings.json``."""
 
@@ -112,6 +122,8 @@ class DatasetSettings:
     """Unless "none", a sample has one row: the mean of those at ``positions``, or the last."""
     convention: str = CONVENTION
     engine_version: str = __version__
+    added: tuple[AddedInput, ...] = ()
+    """Inputs that were added after the one of ``input_digest``."""
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -167,6 +179,27 @@ class DatasetSettings:
         """True if there is a row for each token, so that positions need not be stored."""
         return self.selection == "all"
 
+    @property
+    def inputs(self) -> tuple[AddedInput, ...]:
+        """All inputs, in the order of their samples."""
+        return AddedInput(self.input_digest), *self.added
+
+    def of_input(self, digest: str) -> DatasetSettings:
+        """Return the settings for a plan of one input, which may begin in the middle."""
+        (start,) = (one for one in self.inputs if one.input_digest == digest)
+        added = (start,) if start.first_unit else ()
+        return dataclasses.replace(self, input_digest=digest, added=added)
+
+    def units_of(self, digest: str) -> range:
+        """Return the units of one input; there are none before it is planned."""
+        ends = [*(one.first_unit for one in self.added), self.num_units]
+        (units,) = (
+            range(one.first_unit, end)
+            for one, end in zip(self.inputs, ends, strict=True)
+            if one.input_digest == digest
+        )
+        return units
+
     def with_plan(self, num_units: int, num_samples: int, has_loss_mask: bool) -> DatasetSettings:
         """Return these settings with what only a plan, or an existing dataset, can tell."""
         options = {name: value for name, value in self.options.items() if name != _HAS_LOSS_MASK}
@@ -176,8 +209,12 @@ class DatasetSettings:
         )
 
     def like(self, stored: DatasetSettings) -> DatasetSettings:
-        """Return these settings with the plan of ``stored``, an existing dataset."""
-        return self.with_plan(stored.num_units, stored.num_samples, stored.has_loss_mask)
+        """Return these settings of one input with the plan and all inputs of ``stored``, an
+        existing dataset, if the input is one of them."""
+        mine = self.with_plan(stored.num_units, stored.num_samples, stored.has_loss_mask)
+        if self.input_digest not in (one.input_digest for one in stored.inputs):
+            return mine
+        return dataclasses.replace(mine, input_digest=stored.input_digest, added=stored.added)
 
     @property
     def kernels(self) -> str:

@@ -51,6 +51,7 @@ def output_folder(directory: Path, world_size: int) -> Iterator[None]:
             if is_alone:
                 remove_rubbish(directory)
             was_begun = (directory / records.SETTINGS_FILE).exists()
+            was_planned = (directory / PLAN_FOLDER).exists()
             try:
                 yield
             except (ValueError, FailureError) as error:
@@ -60,6 +61,8 @@ def output_folder(directory: Path, world_size: int) -> Iterator[None]:
                     for name in (PLAN_FOLDER, records.UNITS_FOLDER):
                         shutil.rmtree(directory / name, ignore_errors=True)
                     (directory / records.SETTINGS_FILE).unlink(missing_ok=True)
+                elif is_alone and is_refused and not was_planned:
+                    shutil.rmtree(directory / PLAN_FOLDER, ignore_errors=True)
                 raise
     except (ValueError, FailureError):
         with contextlib.suppress(OSError):  # it is not empty

@@ -39,13 +39,15 @@ from vllm.entrypoints.extract.unit_queue import UnitQueue
 from vllm.entrypoints.extract.worker import MAX_WAITING_BYTES, LoadEngine, WorkerJob, run_worker
 from vllm.hidden_states import metadata as records
 from vllm.hidden_states.manifest import (
+    add_input,
+    continue_settings,
     index_is_sound,
     merge_units,
     read_skipped,
     start_dataset,
     sum_units,
 )
-from vllm.hidden_states.metadata import DatasetSettings, UnitRecord
+from vllm.hidden_states.metadata import DatasetSettings, SkippedRecord, UnitRecord
 from vllm.hidden_states.verify import verify_unit
 from vllm.logger import init_logger
 from vllm.utils.disk import free_bytes
@@ -112,28 +114,27 @@ class _Job:
         return self.resolved.options
 
     def run(self) -> None:
-        plan_folder, lines = self.directory / PLAN_FOLDER, Lines()
+        lines = Lines()
         with _sources(self.options, self.directory) as sources:
-            settings = self.resolved.settings(input_digest(sources))
-            if (self.directory / records.SETTINGS_FILE).exists():
-                settings = settings.like(DatasetSettings.read(str(self.directory)))
-            else:
-                stores_loss_mask = self.options.stores_loss_mask
-                plan = _open_plan(plan_folder, sources, self.resolved, settings, stores_loss_mask)
+            digest = input_digest(sources)
+            settings = _settings(self.resolved, self.directory, digest)
+            if not settings.units_of(digest):
+                plan = self._open_plan(sources, settings, digest)
                 settings = plan.complete(settings)
-                self._check_disk(plan, self._mine(settings), settings)
+                self._check_disk(plan, self._mine(settings.units_of(digest)), settings)
+                if settings.added:
+                    add_input(str(self.directory), settings)
+            units = self._mine(settings.units_of(digest))
             print_table("Settings", settings_lines(settings))
             committed = start_dataset(
                 str(self.directory), settings, mixes_kernels=self.options.mixed_kernels
             )
-            todo = self._units_to_do(settings, committed)
+            todo = self._units_to_do(settings, units, committed)
             if todo:
-                plan = _open_plan(
-                    plan_folder, sources, self.resolved, settings, settings.has_loss_mask
-                )
+                plan = self._open_plan(sources, settings, digest)
                 self._check_disk(plan, todo, settings)
         if todo:
-            print_table("Plan", plan_lines(plan.totals, plan.num_units))
+            print_table("Plan", plan_lines(plan.totals, len(plan.units)))
             logger.info("%d of %d units remain to be done", len(todo), settings.num_units)
             lines = self._extract(settings, plan, todo)
         if self.options.world_size == 1:
@@ -141,18 +142,28 @@ class _Job:
         else:
             self._finish_rank(settings, lines)
 
-    def _mine(self, settings: DatasetSettings) -> range:
-        return range(self.options.rank, settings.num_units, self.options.world_size)
+    def _mine(self, units: range) -> list[int]:
+        """Return the units of this rank."""
+        return [unit for unit in units if unit % self.options.world_size == self.options.rank]
+
+    def _open_plan(self, sources: list[Source], settings: DatasetSettings, digest: str) -> Plan:
+        return _open_plan(self.directory, self.directory, sources, self.resolved, settings, digest)
 
     def _check_disk(self, plan: Plan, units: Sequence[int], settings: DatasetSettings) -> None:
         if self.options.check_disk:
             check_disk(self.directory, plan, units, settings)
 
-    def _units_to_do(self, settings: DatasetSettings, committed: list[UnitRecord]) -> list[int]:
+    def _units_to_do(
+        self, settings: DatasetSettings, mine: list[int], committed: list[UnitRecord]
+    ) -> list[int]:
         """Return the units of this rank that are missing or damaged."""
-        mine = self._mine(settings)
         is_full = self.options.resume_check == "full"
         if not index_is_sound(str(self.directory)):
+            if settings.added:
+                raise ValueError(
+                    f"{self.directory / records.INDEX_FILE} is damaged, and the dataset has "
+                    "several inputs; restore the file from a copy"
+                )
             logger.warning("%s is damaged: every unit is done again", records.INDEX_FILE)
             (self.directory / records.INDEX_FILE).unlink()
             committed = []
@@ -237,14 +248,15 @@ def _merge(directory: Path, mixes_kernels: bool) -> None:
 def _finish(directory: Path, lines: Lines) -> None:
     """Write index and manifest of a dataset with all units, and remove plan and leftovers."""
     name, num_truncated = str(directory), None
-    settings = DatasetSettings.read(name)
+    settings, skipped = DatasetSettings.read(name), list[SkippedRecord]()
+    if (directory / records.INDEX_FILE).exists():
+        skipped = [one for one in read_skipped(name) if one.sample is None]
     if (directory / PLAN_FOLDER).exists():
         plan = Plan(directory / PLAN_FOLDER)
-        skipped = plan.skipped()
         num_truncated = plan.totals.num_truncated
-    else:
-        skipped = [one for one in read_skipped(name) if one.sample is None]
-    totals = merge_units(name, skipped)
+        records_of_plan = _records_of(plan, settings)
+        skipped = [one for one in skipped if one.record not in records_of_plan] + plan.skipped()
+    totals = merge_units(name, sorted(skipped, key=lambda one: one.record))
     remove_rubbish(directory)
     shutil.rmtree(directory / PLAN_FOLDER, ignore_errors=True)
     reasons = [one.reason for one in read_skipped(name)]
@@ -252,33 +264,38 @@ def _finish(directory: Path, lines: Lines) -> None:
     print_table(f"Dataset in {directory}", [*table, *lines])
 
 
+def _records_of(plan: Plan, settings: DatasetSettings) -> range:
+    """Return the records of a plan's input: up to the first one of the next input."""
+    starts = [one.first_record for one in settings.inputs]
+    after = (start for start in starts if start > plan.totals.first_record)
+    return range(plan.totals.first_record, min(after, default=sys.maxsize))
+
+
 def _dry_run(resolved: Resolved, directory: Path) -> None:
     """Print the plan, and write nothing; raises ValueError if the disk has too little room."""
     with tempfile.TemporaryDirectory() as scratch:
         with _sources(resolved.options, Path(scratch)) as sources:
-            settings = resolved.settings(input_digest(sources))
-            stores_loss_mask = resolved.options.stores_loss_mask
-            if (directory / records.SETTINGS_FILE).exists():
-                stores_loss_mask = DatasetSettings.read(str(directory)).has_loss_mask
-            plan = _open_plan(
-                Path(scratch) / PLAN_FOLDER, sources, resolved, settings, stores_loss_mask
-            )
-        settings = plan.complete(settings)
+            digest = input_digest(sources)
+            settings = _settings(resolved, directory, digest)
+            plan = _open_plan(Path(scratch), directory, sources, resolved, settings, digest)
+        is_new = not settings.units_of(digest)
+        settings = plan.complete(settings) if is_new else settings
         print_table("Settings", settings_lines(settings))
         lines = [
-            *plan_lines(plan.totals, plan.num_units),
+            *plan_lines(plan.totals, len(plan.units)),
             ("free on the disk", format_bytes(free_bytes(directory))),
             ("skipped", str(plan.totals.num_skipped)),
         ]
         print_table("Plan", [*lines, *_memory_lines(resolved)])
         done = set()
         if (directory / records.SETTINGS_FILE).exists():
-            mixes_kernels = resolved.options.mixed_kernels
-            committed = start_dataset(str(directory), settings, mixes_kernels=mixes_kernels)
-            done = {record.unit for record in committed}
+            if not is_new:
+                mixes_kernels = resolved.options.mixed_kernels
+                start_dataset(str(directory), settings, mixes_kernels=mixes_kernels)
+            done = {record.unit for record in records.read_unit_records(str(directory))}
             print(f"{directory} would be resumed: {len(done)} of {settings.num_units} units exist")
         if resolved.options.check_disk:
-            check_disk(directory, plan, sorted({*range(plan.num_units)} - done), settings)
+            check_disk(directory, plan, sorted({*plan.units} - done), settings)
 
 
 def _memory_lines(resolved: Resolved) -> list[tuple[str, str]]:
@@ -296,16 +313,37 @@ def _memory_lines(resolved: Resolved) -> list[tuple[str, str]]:
     ]
 
 
+def _settings(resolved: Resolved, directory: Path, digest: str) -> DatasetSettings:
+    """Return the settings of the whole dataset in the folder, with this input."""
+    return continue_settings(
+        str(directory),
+        resolved.settings(digest),
+        appends=resolved.options.append,
+        mixes_kernels=resolved.options.mixed_kernels,
+    )
+
+
 def _open_plan(
-    folder: Path,
+    place: Path,
+    directory: Path,
     sources: list[Source],
     resolved: Resolved,
     settings: DatasetSettings,
-    stores_loss_mask: bool,
+    digest: str,
 ) -> Plan:
-    if has_plan(folder, settings):
+    """Open or make the plan of one input of the dataset in ``directory``; it is in ``place``."""
+    folder, own = place / PLAN_FOLDER, settings.of_input(digest)
+    if has_plan(folder, own):
         return Plan(folder)
-    return make_plan(folder, sources, resolved.prompt_maker(stores_loss_mask), settings)
+    is_begun = (directory / records.SETTINGS_FILE).exists()
+    stores = settings.has_loss_mask if is_begun else resolved.options.stores_loss_mask
+    others: list[str] = []
+    if settings.added and resolved.options.id_column is not None:
+        units = records.read_unit_records(str(directory))
+        mine = settings.units_of(digest)
+        others = [file.name for unit in units if unit.unit not in mine for file in unit.files]
+    names = (name.removesuffix(".safetensors") for name in others)
+    return make_plan(folder, sources, resolved.prompt_maker(stores), own, names)
 
 
 @contextmanager

@@ -84,6 +84,9 @@ class ExtractOptions:
     layer."""
     output: str | None = None
     """Folder of the dataset. A folder that an interrupted command left is continued."""
+    append: bool = False
+    """Add the records of the input to a finished dataset, as new units after the others. The input
+    has only the new records; all other settings have to be the same."""
     format: DatasetFormat = "sharded"
     """"sharded": safetensors files with many samples each. "files": one file per sample.
     "speculators": hs_{i}.safetensors, for training with speculators."""

@@ -98,10 +98,17 @@ class PlanTotals:
     """Bytes of one stored row."""
     longest: int = 0
     """Tokens of the longest sample."""
+    first_unit: int = 0
+    """Number of the first unit in the dataset; not 0 if the input is added to others."""
+    first_sample: int = 0
+    first_record: int = 0
 
 
 class Plan:
-    """A plan in its folder, mapped into memory; raises OSError if there is none."""
+    """A plan in its folder, mapped into memory; raises OSError if there is none.
+
+    Units, samples and records have their numbers in the dataset.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -113,37 +120,44 @@ class Plan:
         self._units = _map(folder / "units.bin", np.dtype("<i8"))
 
     @property
-    def num_units(self) -> int:
-        return len(self._units) - 1
+    def units(self) -> range:
+        first = self.totals.first_unit
+        return range(first, first + len(self._units) - 1)
 
     def samples_of(self, unit: int) -> range:
         """Return the numbers of a unit's samples."""
-        return range(int(self._units[unit]), int(self._units[unit + 1]))
+        first, place = self.totals.first_sample, unit - self.totals.first_unit
+        return range(first + int(self._units[place]), first + int(self._units[place + 1]))
 
     def num_tokens(self, unit: int) -> int:
-        samples = self.samples_of(unit)
-        return int(self._samples[samples.start : samples.stop]["num_tokens"].sum())
+        return int(self._rows_of(unit)["num_tokens"].sum())
+
+    def _rows_of(self, unit: int) -> npt.NDArray[Any]:
+        samples, first = self.samples_of(unit), self.totals.first_sample
+        return self._samples[samples.start - first : samples.stop - first]
 
     def num_bytes(self, units: Iterable[int]) -> int:
         """Return the bytes that the rows and tokens of units take in the dataset."""
-        spans = [self._samples[span.start : span.stop] for span in map(self.samples_of, units)]
+        spans = [*map(self._rows_of, units)]
         rows = sum(int(span["num_rows"].sum()) for span in spans)
         tokens = sum(int(span["num_tokens"].sum()) for span in spans)
         return rows * self.totals.row_bytes + tokens * _STORED_ID_BYTES
 
     def complete(self, settings: DatasetSettings) -> DatasetSettings:
         """Return the settings with what only the plan can tell."""
-        totals = self.totals
-        return settings.with_plan(self.num_units, totals.num_samples, totals.num_masked > 0)
+        num_samples = self.totals.first_sample + self.totals.num_samples
+        has_loss_mask = settings.has_loss_mask or self.totals.num_masked > 0
+        return settings.with_plan(self.units.stop, num_samples, has_loss_mask)
 
     def sample(self, number: int) -> PlannedSample:
-        record, start, num_tokens, num_rows, name_start, name_end = self._samples[number].tolist()
+        stored = self._samples[number - self.totals.first_sample].tolist()
+        record, start, num_tokens, num_rows, name_start, name_end = stored
         tokens = slice(start, start + num_tokens)
         mask = torch.from_numpy(self._masks[tokens].astype(bool)) if len(self._masks) else None
         name, _, columns = self._names[name_start:name_end].tobytes().rpartition(b"\0")
         return PlannedSample(
             number,
-            record,
+            self.totals.first_record + record,
             self._token_ids[tokens].tolist(),
             mask,
             num_rows,
@@ -154,7 +168,9 @@ class Plan:
     def skipped(self) -> list[SkippedRecord]:
         """Return every record that is not a sample."""
         with (self.folder / _SKIPPED).open() as file:
-            return [SkippedRecord(**json.loads(line)) for line in file]
+            skipped = [SkippedRecord(**json.loads(line)) for line in file]
+        first = self.totals.first_record
+        return [dataclasses.replace(one, record=first + one.record) for one in skipped]
 
 
 def has_plan(folder: Path, settings: DatasetSettings) -> bool:
@@ -168,10 +184,15 @@ def _key(settings: DatasetSettings) -> str:
 
 
 def make_plan(
-    folder: Path, sources: Sequence[Source], maker: PromptMaker, settings: DatasetSettings
+    folder: Path,
+    sources: Sequence[Source],
+    maker: PromptMaker,
+    settings: DatasetSettings,
+    names: Iterable[str] = (),
 ) -> Plan:
     """Read the input and write the plan to ``folder``, which appears when it is complete.
 
+    settings: those of this input. names: names of samples that other inputs have.
     Raises ValueError if a record cannot be used and ``on_error`` is "fail", no record can be used,
     or the input cannot be read to its end.
     """
@@ -179,8 +200,15 @@ def make_plan(
     building.mkdir()
     try:
         records, places = _chosen(sources, maker)
-        totals = PlanTotals(_key(settings), row_bytes=settings.row_bytes)
-        _write_samples(building, records, maker, totals)
+        start = settings.inputs[-1]
+        totals = PlanTotals(
+            _key(settings),
+            row_bytes=settings.row_bytes,
+            first_unit=start.first_unit,
+            first_sample=start.first_sample,
+            first_record=start.first_record,
+        )
+        _write_samples(building, records, maker, totals, set(names))
         _cut_units(building, places, settings.shard_bytes, totals)
         if folder.exists() and not has_plan(folder, settings):
             shutil.rmtree(folder, ignore_errors=True)
@@ -207,11 +235,15 @@ def _chosen(
 
 
 def _write_samples(
-    folder: Path, records: Iterator[Record], maker: PromptMaker, totals: PlanTotals
+    folder: Path,
+    records: Iterator[Record],
+    maker: PromptMaker,
+    totals: PlanTotals,
+    names: set[str],
 ) -> None:
     """Write the files that are in the order of the input."""
     options, positions = maker.options, parse_positions(maker.options.positions)
-    name_bytes, unseen, names, first_reason = 0, set(options.keep_columns), set[str](), ""
+    name_bytes, unseen, first_reason = 0, set(options.keep_columns), ""
     with ExitStack() as stack:
         files = {name: stack.enter_context((folder / f"{name}.bin").open("wb")) for name in _FILES}
         skipped = stack.enter_context((folder / _SKIPPED).open("w"))

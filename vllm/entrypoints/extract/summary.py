@@ -79,7 +79,9 @@ def settings_lines(settings: DatasetSettings) -> Lines:
 
 def plan_lines(totals: PlanTotals, num_units: int) -> Lines:
     """Return the lines for the plan."""
+    added = [("added after", f"{totals.first_sample:,} samples")] if totals.first_unit else []
     return [
+        *added,
         ("samples", f"{totals.num_samples:,} of {totals.num_records:,} records"),
         ("tokens", f"{totals.num_tokens:,}"),
         ("rows", f"{totals.num_rows:,}"),
