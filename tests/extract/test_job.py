@@ -248,6 +248,50 @@ def test_damaged_missing_and_cut_units_are_made_again(
     assert redone == {2, 5, 8}
 
 
+@pytest.mark.parametrize("options", [{"format": "files", "id_column": "id"}, {"format": "files"},
+                                     {"format": "speculators"}])  # fmt: skip
+def test_damaged_files_are_made_again_alone(
+    options: dict[str, Any], tiny_llama: Path, tmp_path: Path, output: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    records: list[Any] = [{"input_ids": ids, "id": f"n{i}"} for i, ids in enumerate(LISTS)]
+    records[5]["input_ids"] = [FAILING_TOKEN]
+    data = harness.write_jsonl(tmp_path / "data.jsonl", records)
+    options = {**options, "shard_size_gib": 1.0}
+    run(tiny_llama, data, output, **options)
+    before = digests(output)
+    assert len(json.loads((output / "index.json").read_text())["units"]) == 1
+    dataset = HiddenStatesDataset(output)
+    files, token = [*map(Path, dataset.file_paths)], int(dataset[30].token_ids[0])
+    times = {path: path.stat().st_mtime_ns for path in files}
+
+    def damage() -> None:
+        flipped = bytearray(files[7].read_bytes())
+        flipped[-3] ^= 4
+        files[7].write_bytes(flipped)
+        files[30].unlink()
+
+    def made_again() -> set[Path]:
+        return {path for path in files if path.stat().st_mtime_ns != times[path]}
+
+    damage()
+    run(tiny_llama, data, output, **options)
+    assert digests(output) == before
+    assert made_again() == {files[7], files[30]}
+    damage()
+    with monkeypatch.context() as failing:
+        failing.setattr("tests.extract.fake_engine.FAILING_TOKEN", token)
+        with pytest.raises(RuntimeError, match=r"it was told to$"):
+            run(tiny_llama, data, output, **options)
+    assert run(tiny_llama, data, output, **options) == 0
+    assert digests(output) == before
+    damage()
+    for module in ("worker", "resolve"):
+        monkeypatch.setattr(f"vllm.entrypoints.extract.{module}.kernels_of", lambda _: "others")
+    run(tiny_llama, data, output, mixed_kernels=True, **options)
+    assert made_again() == set(files), "a unit is of one kind of kernels"
+
+
 @pytest.mark.parametrize("name", ["index.json", "manifest.json"])
 def test_damaged_index_and_manifest(name: str, tiny_llama: Path, data: Path, output: Path) -> None:
     run(tiny_llama, data, output)

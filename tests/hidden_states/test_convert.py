@@ -6,6 +6,7 @@ import itertools
 import os
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from vllm.hidden_states import convert as convert_module
 from vllm.hidden_states.convert import convert_dataset
 from vllm.hidden_states.layer_ids import check_speculators
 from vllm.hidden_states.manifest import merge_units, start_dataset
-from vllm.hidden_states.metadata import FORMATS, DatasetFormat, SkippedRecord
+from vllm.hidden_states.metadata import FORMATS, DatasetFormat, SkippedRecord, read_unit_records
 from vllm.hidden_states.units import open_unit_writer
 from vllm.hidden_states.verify import verify_dataset
 from vllm.v1.rows.fields.fp8 import FP8
@@ -89,13 +90,13 @@ def test_it_continues_and_refuses_another_source(
     written: list[int] = []
 
     def write(
-        dataset: object, samples: range, destination: str, unit: int, settings: object
+        dataset: object, samples: range, destination: str, unit: int, settings: object, *more: Any
     ) -> None:
         if unit == 2 and not written.count(2):
             written.append(unit)
             raise KeyboardInterrupt
         written.append(unit)
-        real(dataset, samples, destination, unit, settings)  # type: ignore[arg-type]
+        real(dataset, samples, destination, unit, settings, *more)  # type: ignore[arg-type]
 
     real = convert_module._write_unit
     monkeypatch.setattr(convert_module, "_write_unit", write)
@@ -110,6 +111,21 @@ def test_it_continues_and_refuses_another_source(
     other = write_dataset(tmp_path / "other", make_samples(LENGTHS, seed=1))
     with pytest.raises(ValueError, match="input_digest"):
         convert_dataset(str(other), str(tmp_path / "b"), "files", shard_bytes=3000)
+
+
+@pytest.mark.parametrize("fmt", ["files", "speculators"])
+def test_one_damaged_file_is_written_again_alone(tmp_path: Path, fmt: DatasetFormat) -> None:
+    path, output = str(write_dataset(tmp_path / "a", make_samples(LENGTHS))), tmp_path / "b"
+    convert_dataset(path, str(output), fmt)
+    assert len(read_unit_records(str(output))) == 1
+    before = folder_bytes(output)
+    files = sorted(output.glob("*.safetensors"))
+    times = [file.stat().st_mtime_ns for file in files]
+    os.truncate(files[3], 100)
+    convert_dataset(path, str(output), fmt)
+    assert folder_bytes(output) == before
+    again = [i for i, file in enumerate(files) if file.stat().st_mtime_ns != times[i]]
+    assert again == [3]
 
 
 def test_a_disk_without_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,7 +214,7 @@ def test_a_plain_folder_that_does_not_fit(tmp_path: Path) -> None:
     settings = HiddenStatesDataset(tmp_path / "b").settings
     assert settings is not None and settings.num_hidden_layers == 8
     write("b", rows[:, :2].double(), "[8, 0, 3]")
-    with pytest.raises(ValueError, match=r"plain: sample 1 b: rows of shape \(2, 2, 5\) for layer"):
+    with pytest.raises(ValueError, match=r"b.safetensors: rows of shape \[2, 5\] for layers"):
         convert_dataset(str(folder), str(tmp_path / "c"), "files", "float32")
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from tests.hidden_states.sample_data import (
     folder_bytes,
@@ -130,6 +131,40 @@ def test_rows_that_are_not_finite_and_wrong_offsets(tmp_path: Path) -> None:
     assert problems(positions=torch.tensor([0, 2, 0, 1])) == [
         "positions are not ascending token numbers of their samples"
     ]
+
+
+@pytest.mark.parametrize(
+    ("tensors", "metadata", "told"),
+    [
+        ({}, {"layer_ids": "[0, 3, 7]"}, r"rows of layers \[0, 3, 7\], the files before"),
+        ({"hidden_states": torch.ones(2, 3, 9)}, {}, "rows of width 9, the files before it have 8"),
+        ({"hidden_states": torch.ones(2, 2, 8)}, {}, r"rows of shape \[2, 8\] for layers"),
+        ({}, {"layer_ids": "[0, 3"}, "its layer_ids cannot be read"),
+        ({}, {"record": "seven"}, "sample 0 cannot be read: ValueError"),
+        ({}, {"columns": "{"}, "sample 0 cannot be read: JSONDecodeError"),
+        ({}, {"row_tensors": "7"}, "sample 0 cannot be read: TypeError"),
+        ({"token_ids": None}, {}, "there is no tensor token_ids"),
+        ({"hidden_states": None}, {}, "there is no tensor hidden_states"),
+    ],
+)
+def test_verify_finds_in_a_plain_folder_what_the_reader_refuses(
+    tensors: dict[str, Any], metadata: dict[str, str], told: str, tmp_path: Path
+) -> None:
+    usual = {"hidden_states": torch.ones(2, 3, 8), "token_ids": torch.tensor([5, 6])}
+
+    def write(name: str, tensors: dict[str, Any], metadata: dict[str, str]) -> None:
+        stored = {k: v for k, v in {**usual, **tensors}.items() if v is not None}
+        save_file(stored, tmp_path / name, {"layer_ids": "[0, 3, 8]", **metadata})
+
+    for number in range(3):
+        write(f"{number}.safetensors", {}, {})
+    assert list(verify_dataset(str(tmp_path))) == []
+    assert len(list(HiddenStatesDataset(tmp_path))) == 3
+    write("1.safetensors", tensors, metadata)
+    (problem,) = verify_dataset(str(tmp_path))
+    assert re.search(told, problem) and "1.safetensors" in problem
+    with pytest.raises((ValueError, TypeError)):
+        list(HiddenStatesDataset(tmp_path))
 
 
 def test_the_first_read_checks_if_asked(dataset: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+from collections.abc import Sequence
 from typing import cast
 
 from vllm.hidden_states import metadata as records
@@ -12,11 +13,11 @@ from vllm.hidden_states.dataset import HiddenStatesDataset
 from vllm.hidden_states.layer_ids import check_speculators, convention_of
 from vllm.hidden_states.manifest import DatasetTotals, merge_units, read_skipped, start_dataset
 from vllm.hidden_states.mapped_file import MappedFile
-from vllm.hidden_states.metadata import DatasetFormat, DatasetSettings
+from vllm.hidden_states.metadata import DatasetFormat, DatasetSettings, UnitRecord
 from vllm.hidden_states.sample import HiddenStatesError, Pooling
 from vllm.hidden_states.tensor_file import checksum, dtype_name
-from vllm.hidden_states.units import cut_at, open_unit_writer, plan_units
-from vllm.hidden_states.verify import verify_unit
+from vllm.hidden_states.units import cut_at, find_repair, open_unit_writer, plan_units
+from vllm.hidden_states.verify import unit_problems
 from vllm.logger import init_logger
 from vllm.utils.disk import FILE_BYTES, check_room
 from vllm.v1.rows.fields import BUILT_IN, LOSS_MASK, METADATA_KEYS, find_field
@@ -87,7 +88,11 @@ def convert_dataset(
     records.remove_temporary_files(destination)
     for unit, samples in enumerate(units):
         record = committed.get(unit)
-        if record is None or verify_unit(destination, record, full=True):
+        problems = {} if record is None else unit_problems(destination, record, full=True)
+        again = None if record is None else find_repair(record, samples, problems, settings)
+        if again is not None:
+            _write_unit(dataset, again, destination, unit, settings, record)
+        elif record is None or problems:
             _write_unit(dataset, samples, destination, unit, settings)
     return merge_units(destination, read_skipped(source) if stored.settings else [])
 
@@ -107,12 +112,12 @@ def _check_disk(
 
 
 def _write_unit(
-    dataset: HiddenStatesDataset, samples: range, destination: str, unit: int,
-    settings: DatasetSettings,
+    dataset: HiddenStatesDataset, samples: Sequence[int], destination: str, unit: int,
+    settings: DatasetSettings, repaired: UnitRecord | None = None,
 ) -> None:  # fmt: skip
     had_names = dataset.settings is None or dataset.settings.format == "files"
     named = settings.format == "files" and had_names
-    with open_unit_writer(destination, unit, settings) as writer:
+    with open_unit_writer(destination, unit, settings, repaired) as writer:
         for number in samples:
             sample = dataset[number]
             record = sample.index if sample.record is None else sample.record

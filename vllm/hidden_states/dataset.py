@@ -212,14 +212,11 @@ class HiddenStatesDataset(Dataset[HiddenStatesSample]):
         if parts:
             yield _join(parts)
 
-    def _locate(self, number: int) -> tuple[_SampleFile, int]:
+    def _locate(self, number: int) -> tuple[SampleFile, int]:
         index = bisect.bisect_right(self._starts, number) - 1
         file = self._open(self._files[index])
-        if file.layer_ids != self.layer_ids:
-            raise ValueError(
-                f"{file.path} has rows of layers {list(file.layer_ids)}, the files before it have "
-                f"{list(self.layer_ids)}; together they are not a dataset"
-            )
+        if problem := file.other_form(self.layer_ids, self.hidden_size):
+            raise ValueError(problem)
         return file, number - self._starts[index]
 
     def _row_form(self) -> tuple[tuple[LayerId, ...], int, torch.dtype | None]:
@@ -229,11 +226,11 @@ class HiddenStatesDataset(Dataset[HiddenStatesSample]):
         if not self._files:
             raise ValueError(f"{self.path}: there is no dataset and no *.safetensors file")
         first = self._open(self._files[0])
-        return first.layer_ids, first.shape("hidden_states")[-1], None
+        return first.layer_ids, first.hidden_size, None
 
-    def _make_open(self) -> Callable[[str], _SampleFile]:
-        def open_file(name: str) -> _SampleFile:
-            file = _SampleFile(os.path.join(self.path, name))
+    def _make_open(self) -> Callable[[str], SampleFile]:
+        def open_file(name: str) -> SampleFile:
+            file = SampleFile(os.path.join(self.path, name))
             if self._verify == "first_read" and name not in self._verified:
                 if self._checksums.get(name, file.header_checksum) != file.header_checksum:
                     raise DamagedFileError(
@@ -254,7 +251,7 @@ class HiddenStatesDataset(Dataset[HiddenStatesSample]):
         self._open = self._make_open()
 
 
-class _SampleFile(MappedFile):
+class SampleFile(MappedFile):
     """A shard, which has the offsets of its samples, or the file of one sample."""
 
     def __init__(self, path: str) -> None:
@@ -263,8 +260,27 @@ class _SampleFile(MappedFile):
             self.layer_ids = tuple[LayerId, ...](json.loads(self.metadata.get("layer_ids", "[]")))
         except (ValueError, TypeError) as error:
             raise DamagedFileError(f"{path}: its layer_ids cannot be read ({error})") from None
+        shape = self.shape("hidden_states")
+        if self.layer_ids and (len(shape) != 3 or len(self.layer_ids) != shape[1]):
+            raise DamagedFileError(
+                f"{path}: rows of shape {list(shape[1:])} for layers {list(self.layer_ids)}"
+            )
+        self.hidden_size = shape[-1]
         self.row_offsets: list[int] = self.offsets("row_offsets").tolist()
         self.token_offsets: list[int] = self.offsets("token_offsets").tolist()
+
+    def other_form(self, layer_ids: tuple[LayerId, ...], hidden_size: int) -> str | None:
+        """Return the problem if the rows have another form than those of the files before."""
+        for what, found, expected in (
+            ("layers", list(self.layer_ids), list(layer_ids)),
+            ("width", self.hidden_size, hidden_size),
+        ):
+            if found != expected:
+                return (
+                    f"{self.path} has rows of {what} {found}, the files before it have "
+                    f"{expected}; together they are not a dataset"
+                )
+        return None
 
     def sample(self, place: int, number: int) -> HiddenStatesSample:
         """Return the sample at ``place``; ``number`` is its index if the file does not say."""

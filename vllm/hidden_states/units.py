@@ -13,7 +13,7 @@ import json
 import os
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 _Sums: TypeAlias = "npt.NDArray[np.float64]"
 _LARGEST_GROUP_BYTES = 256 << 20
+WHOLE_UNIT = ""
+"""Key of the problems of a unit that belong to none of its files."""
 _SAFE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
 
 
@@ -60,13 +62,34 @@ def file_stem(name: str) -> str:
     return name if _SAFE_NAME.fullmatch(name) else safe_name(name)
 
 
-def open_unit_writer(directory: str, unit: int, settings: DatasetSettings) -> UnitWriter:
-    """Return the writer of unit ``unit``; from here on the dataset is incomplete."""
+def find_repair(
+    record: UnitRecord,
+    samples: Sequence[int],
+    problems: Collection[str],
+    settings: DatasetSettings,
+) -> list[int] | None:
+    """Return those ``samples`` of a unit, which have a file each, whose files have ``problems``;
+    None if all of it has to be written again."""
+    is_whole = settings.format == "sharded" or record.kernels != settings.kernels
+    if is_whole or not problems or WHOLE_UNIT in problems or len(samples) != len(record.files):
+        return None
+    return [n for n, file in zip(samples, record.files, strict=True) if file.name in problems]
+
+
+def open_unit_writer(
+    directory: str, unit: int, settings: DatasetSettings, repaired: UnitRecord | None = None
+) -> UnitWriter:
+    """Return the writer of unit ``unit``; from here on the dataset is incomplete.
+
+    repaired: the record of a unit of which only the samples that are appended change.
+    """
     os.makedirs(os.path.join(directory, records.UNITS_FOLDER), exist_ok=True)
     with contextlib.suppress(FileNotFoundError):
         os.unlink(os.path.join(directory, records.MANIFEST_FILE))
     writer = _ShardWriter if settings.format == "sharded" else _FileWriter
-    return writer(directory, unit, settings)
+    opened = writer(directory, unit, settings)
+    opened.repaired = repaired
+    return opened
 
 
 class UnitWriter(ABC):
@@ -79,6 +102,8 @@ class UnitWriter(ABC):
     def __init__(self, directory: str, unit: int, settings: DatasetSettings) -> None:
         self._directory = directory
         self.unit = unit
+        self.repaired: UnitRecord | None = None
+        """The record of the committed unit, if only some of its samples are written."""
         self._settings = settings
         self._samples: list[int] = []
         self._skipped: list[SkippedRecord] = []
@@ -141,6 +166,11 @@ class UnitWriter(ABC):
             fp8_error_sums=None if self._error_sums is None else tuple(self._error_sums.tolist()),
             kernels=self._settings.kernels,
         )
+        if self.repaired is not None:
+            renewed = {file.name: file for file in files}
+            kept = tuple(renewed.pop(file.name, file) for file in self.repaired.files)
+            assert not renewed, f"{[*renewed]} are not in unit {self.unit}"
+            record = dataclasses.replace(self.repaired, files=kept)
         path = records.unit_path(self._directory, self.unit)
         records.write_json(path, records.to_json(record), self.unit)
         return record

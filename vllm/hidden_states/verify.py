@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 
 import torch
 
 from vllm.hidden_states import metadata as records
-from vllm.hidden_states.dataset import plain_files
+from vllm.hidden_states.dataset import SampleFile, plain_files
 from vllm.hidden_states.manifest import make_manifest, missing_units, read_manifest
 from vllm.hidden_states.mapped_file import DamagedFileError, MappedFile
 from vllm.hidden_states.metadata import (
@@ -21,6 +23,7 @@ from vllm.hidden_states.metadata import (
 )
 from vllm.hidden_states.positions import positions_fit
 from vllm.hidden_states.tensor_file import checksum
+from vllm.hidden_states.units import WHOLE_UNIT
 from vllm.v1.rows.fields import StoredNames
 from vllm.v1.rows.fields.fp8 import exact_rows, row_norms, row_parts
 
@@ -33,8 +36,7 @@ def verify_dataset(directory: str) -> Iterator[str]:
     A plain folder of files is checked as far as the files' own metadata allow.
     """
     if not os.path.exists(os.path.join(directory, records.SETTINGS_FILE)):
-        for name in plain_files(directory):
-            yield from _verify_file(os.path.join(directory, name), None, None)
+        yield from _verify_plain(directory)
         return
     try:
         settings = DatasetSettings.read(directory)
@@ -53,20 +55,38 @@ def verify_dataset(directory: str) -> Iterator[str]:
     yield from _verify_manifest(directory, settings, units)
 
 
+def _verify_plain(directory: str) -> Iterator[str]:
+    first: SampleFile | None = None
+    for name in plain_files(directory):
+        path = os.path.join(directory, name)
+        yield from _verify_file(path, None, None)
+        with suppress(DamagedFileError):  # it was reported
+            file = SampleFile(path)
+            first = first or file
+            if problem := file.other_form(first.layer_ids, first.hidden_size):
+                yield problem
+
+
 def verify_unit(directory: str, record: UnitRecord, full: bool) -> list[str]:
     """Return the problems of one unit; ``full=False`` checks only the sizes of its files."""
+    return [*itertools.chain.from_iterable(unit_problems(directory, record, full).values())]
+
+
+def unit_problems(directory: str, record: UnitRecord, full: bool) -> dict[str, list[str]]:
+    """Return what :func:`verify_unit` returns, by the names of files, or WHOLE_UNIT."""
     settings = DatasetSettings.read(directory)
-    paths = [os.path.join(directory, expected.name) for expected in record.files]
-    if not full:
-        return [*filter(None, map(_size_problem, paths, record.files))]
-    found = [
-        problem
-        for path, expected in zip(paths, record.files, strict=True)
-        for problem in _verify_file(path, expected, settings)
-    ]
-    if found:
+    found = {}
+    for expected in record.files:
+        path = os.path.join(directory, expected.name)
+        size_problem = _size_problem(path, expected)
+        problems = [size_problem] if size_problem else []
+        if full:
+            problems = [*_verify_file(path, expected, settings)]
+        if problems:
+            found[expected.name] = problems
+    if found or not full:
         return found
-    files = [MappedFile(path) for path in paths]
+    files = [MappedFile(os.path.join(directory, expected.name)) for expected in record.files]
     counts = (
         sum(len(file.offsets("row_offsets")) - 1 for file in files),
         sum(file.shape("token_ids")[0] for file in files),
@@ -74,11 +94,12 @@ def verify_unit(directory: str, record: UnitRecord, full: bool) -> list[str]:
     )
     recorded = (record.num_samples, record.num_tokens, record.num_rows)
     if counts == recorded:
-        return []
-    return [
+        return {}
+    problem = (
         f"{directory}: unit {record.unit} has {counts} samples, tokens and rows; its record says "
         f"{recorded}"
-    ]
+    )
+    return {WHOLE_UNIT: [problem]}
 
 
 def _verify_file(
@@ -88,7 +109,7 @@ def _verify_file(
         yield problem
         return
     try:
-        file = MappedFile(path)
+        file = SampleFile(path)
         if expected is not None and file.header_checksum != expected.checksum:
             yield f"{path}: its header is not the one that was written"
             return
@@ -97,7 +118,7 @@ def _verify_file(
         yield str(error)
 
 
-def _verify_content(file: MappedFile, settings: DatasetSettings | None) -> Iterator[str]:
+def _verify_content(file: SampleFile, settings: DatasetSettings | None) -> Iterator[str]:
     shape = file.shape("hidden_states")
     if settings is not None:
         if tuple(shape[1:]) != (len(settings.layer_ids), settings.hidden_size):
@@ -119,6 +140,12 @@ def _verify_content(file: MappedFile, settings: DatasetSettings | None) -> Itera
             yield f"{file.path}: positions are not ascending token numbers of their samples"
     elif not torch.equal(row_offsets, token_offsets):
         yield f"{file.path}: {shape[0]} rows for {file.shape('token_ids')[0]} tokens"
+    for place in range(len(row_offsets) - 1):
+        try:
+            file.sample(place, place)
+        except Exception as error:  # whatever wrong metadata lead to
+            yield f"{file.path}: sample {place} cannot be read: {error!r}"
+            return
     for name in StoredNames.in_file(file.metadata).tensors:
         if name in file and file.shape(name)[0] != shape[0]:
             yield f"{file.path}: {name} has {file.shape(name)[0]} rows instead of {shape[0]}"

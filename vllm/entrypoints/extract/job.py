@@ -36,7 +36,13 @@ from vllm.entrypoints.extract.summary import (
     totals_lines,
 )
 from vllm.entrypoints.extract.unit_queue import UnitQueue
-from vllm.entrypoints.extract.worker import MAX_WAITING_BYTES, LoadEngine, WorkerJob, run_worker
+from vllm.entrypoints.extract.worker import (
+    MAX_WAITING_BYTES,
+    LoadEngine,
+    Repair,
+    WorkerJob,
+    run_worker,
+)
 from vllm.hidden_states import metadata as records
 from vllm.hidden_states.manifest import (
     add_input,
@@ -48,7 +54,8 @@ from vllm.hidden_states.manifest import (
     sum_units,
 )
 from vllm.hidden_states.metadata import DatasetSettings, SkippedRecord, UnitRecord
-from vllm.hidden_states.verify import verify_unit
+from vllm.hidden_states.units import find_repair
+from vllm.hidden_states.verify import unit_problems, verify_unit
 from vllm.logger import init_logger
 from vllm.utils.disk import free_bytes
 from vllm.utils.mem_utils import format_bytes
@@ -129,14 +136,14 @@ class _Job:
             committed = start_dataset(
                 str(self.directory), settings, mixes_kernels=self.options.mixed_kernels
             )
-            todo = self._units_to_do(settings, units, committed)
+            todo, repairs = self._units_to_do(settings, units, committed)
             if todo:
                 plan = self._open_plan(sources, settings, digest)
                 self._check_disk(plan, todo, settings)
         if todo:
             print_table("Plan", plan_lines(plan.totals, len(plan.units)))
             logger.info("%d of %d units remain to be done", len(todo), settings.num_units)
-            lines = self._extract(settings, plan, todo)
+            lines = self._extract(settings, plan, todo, repairs)
         if self.options.world_size == 1:
             _finish(self.directory, lines)
         else:
@@ -155,8 +162,9 @@ class _Job:
 
     def _units_to_do(
         self, settings: DatasetSettings, mine: list[int], committed: list[UnitRecord]
-    ) -> list[int]:
-        """Return the units of this rank that are missing or damaged."""
+    ) -> tuple[list[int], dict[int, Repair]]:
+        """Return the units of this rank that are missing or damaged, and those of them of which
+        some files are whole."""
         is_full = self.options.resume_check == "full"
         if not index_is_sound(str(self.directory)):
             if settings.added:
@@ -168,18 +176,26 @@ class _Job:
             (self.directory / records.INDEX_FILE).unlink()
             committed = []
         known = [record for record in committed if record.unit in mine]
-        todo = set(mine)
+        todo, repairs = set(mine), {}
         with ThreadPoolExecutor(_CHECKING_THREADS) as threads:
-            found = threads.map(lambda one: verify_unit(str(self.directory), one, is_full), known)
+            found = threads.map(lambda one: unit_problems(str(self.directory), one, is_full), known)
             bar = tqdm(found, total=len(known), desc="Checking", unit=" units", leave=False)
             for record, problems in zip(known, bar, strict=True):
-                if problems:
-                    logger.warning("unit %d is done again: %s", record.unit, "; ".join(problems))
-                else:
+                if not problems:
                     todo.remove(record.unit)
-        return sorted(todo)
+                    continue
+                samples = find_repair(record, _stored_samples(record), problems, settings)
+                what = f"unit {record.unit} is done again"
+                if samples is not None:
+                    repairs[record.unit] = Repair(record, samples)
+                    what = f"{len(samples)} files of unit {record.unit} are made again"
+                lines = [line for some in problems.values() for line in some]
+                logger.warning("%s: %s", what, "; ".join(lines))
+        return sorted(todo), repairs
 
-    def _extract(self, settings: DatasetSettings, plan: Plan, todo: list[int]) -> Lines:
+    def _extract(
+        self, settings: DatasetSettings, plan: Plan, todo: list[int], repairs: dict[int, Repair]
+    ) -> Lines:
         engine_args = dataclasses.replace(
             self.resolved.engine_args, max_model_len=plan.totals.longest
         )
@@ -190,9 +206,10 @@ class _Job:
             self.load_engine,
             self.options.on_error,
             self.options.mixed_kernels,
+            repairs,
         )
-        num_tokens = sum(plan.num_tokens(unit) for unit in todo)
-        num_samples = sum(len(plan.samples_of(unit)) for unit in todo)
+        num_tokens = sum(plan.num_tokens(job.samples_of(plan, unit)) for unit in todo)
+        num_samples = sum(len(job.samples_of(plan, unit)) for unit in todo)
         bar = ProgressBar(num_tokens, num_samples, engine_args.data_parallel_size)
         records.remove_temporary_files(str(self.directory), todo)  # left by a killed run
         try:
@@ -225,6 +242,12 @@ class _Job:
         table = totals_lines(settings, sum_units(mine), reasons, None)
         print_table(f"Rank {rank} of {size}", [*table, *lines])
         print(f"When all ranks are done: vllm extract --merge --output {self.directory}")
+
+
+def _stored_samples(record: UnitRecord) -> list[int]:
+    """Return the samples of a unit that were not skipped."""
+    skipped = {one.sample for one in record.skipped}
+    return [n for n in range(record.first_sample, record.last_sample + 1) if n not in skipped]
 
 
 def _merge(directory: Path, mixes_kernels: bool) -> None:

@@ -129,8 +129,10 @@ class Plan:
         first, place = self.totals.first_sample, unit - self.totals.first_unit
         return range(first + int(self._units[place]), first + int(self._units[place + 1]))
 
-    def num_tokens(self, unit: int) -> int:
-        return int(self._rows_of(unit)["num_tokens"].sum())
+    def num_tokens(self, samples: Sequence[int]) -> int:
+        """Return the number of tokens of these samples."""
+        places = np.array(samples, dtype=np.int64) - self.totals.first_sample
+        return int(self._samples["num_tokens"][places].sum())
 
     def _rows_of(self, unit: int) -> npt.NDArray[Any]:
         samples, first = self.samples_of(unit), self.totals.first_sample

@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
@@ -17,7 +17,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.extract.plan import PLAN_FOLDER, Plan, PlannedSample
 from vllm.entrypoints.extract.unit_queue import Progress, UnitQueue
 from vllm.exceptions import Failure, FailureError, FailureKind, kind_of
-from vllm.hidden_states.metadata import DatasetSettings
+from vllm.hidden_states.metadata import DatasetSettings, UnitRecord
 from vllm.hidden_states.sample import (
     ExtractRequest,
     FailedSample,
@@ -52,6 +52,14 @@ LoadEngine = Callable[[EngineArgs], "LLM"]
 
 
 @dataclass(frozen=True)
+class Repair:
+    """A committed unit of which some samples are made again."""
+
+    record: UnitRecord
+    samples: Sequence[int]
+
+
+@dataclass(frozen=True)
 class WorkerJob:
     """All data that a worker needs; it can be pickled."""
 
@@ -61,6 +69,12 @@ class WorkerJob:
     load_engine: LoadEngine
     on_error: Literal["skip", "fail"]
     mixes_kernels: bool = False
+    repairs: Mapping[int, Repair] = field(default_factory=dict)
+    """Units of which only these samples are to be done."""
+
+    def samples_of(self, plan: Plan, unit: int) -> Sequence[int]:
+        """Return the samples of a unit that are to be done."""
+        return self.repairs[unit].samples if unit in self.repairs else plan.samples_of(unit)
 
     def here(self) -> WorkerJob:
         """Return the job for this machine; raises ValueError if it has other kernels than the
@@ -78,7 +92,7 @@ class _Item(NamedTuple):
     planned: PlannedSample
     unit: int
     samples: Sequence[int]
-    """Numbers of all samples of the unit."""
+    """Numbers of the samples of the unit that are to be done."""
     result: Result
 
     @property
@@ -103,7 +117,7 @@ def run_worker(number: int, job: WorkerJob, queue: UnitQueue) -> None:
             # The stream of prompts must not wait for a unit: that would keep the engine from
             # finishing the prompts it has.
             units = iter(partial(queue.claim, number), None)
-            for item in _results(engine, job.settings, plan, units):
+            for item in _results(engine, job, plan, units):
                 thread.put(item)
             thread.drain()
             if queue.is_finished():
@@ -111,15 +125,14 @@ def run_worker(number: int, job: WorkerJob, queue: UnitQueue) -> None:
             time.sleep(_CLAIM_SECONDS)  # other workers have the rest, and may still die
 
 
-def _results(
-    engine: LLM, settings: DatasetSettings, plan: Plan, units: Iterator[int]
-) -> Iterator[_Item]:
+def _results(engine: LLM, job: WorkerJob, plan: Plan, units: Iterator[int]) -> Iterator[_Item]:
     """Yield the results of units in order."""
+    settings = job.settings
     under_way: deque[tuple[PlannedSample, int, Sequence[int]]] = deque()
 
     def requests() -> Iterator[ExtractRequest]:
         for unit in units:
-            samples = plan.samples_of(unit)
+            samples = job.samples_of(plan, unit)
             for planned in map(plan.sample, samples):
                 under_way.append((planned, unit, samples))
                 prompt = {"prompt_token_ids": planned.token_ids}
@@ -204,7 +217,9 @@ class _UnitWriting:
     def write(self, item: _Item) -> None:
         started, job = time.perf_counter(), self._job
         if self._writer is None:
-            self._writer = open_unit_writer(str(job.directory), item.unit, job.settings)
+            repair = job.repairs.get(item.unit)
+            record = None if repair is None else repair.record
+            self._writer = open_unit_writer(str(job.directory), item.unit, job.settings, record)
             self._awaited = iter(item.samples)
         expected = next(self._awaited)
         if self._writer.unit != item.unit or item.planned.sample != expected:
@@ -236,8 +251,9 @@ class _UnitWriting:
             except HiddenStatesError as error:
                 failure = error.failure
         kind = _SKIPPED_AS.get(failure.kind)
-        if kind is None or self._job.on_error == "fail":
-            advice = "; use --on-error skip to continue without it" if kind is not None else ""
+        if kind is None or self._job.on_error == "fail" or writer.repaired is not None:
+            is_choice = kind is not None and writer.repaired is None
+            advice = "; use --on-error skip to continue without it" if is_choice else ""
             message = f"sample {planned.sample} (record {planned.record}): {failure}{advice}"
             raise FailureError(Failure(FailureKind.JOB_FAILED, message))
         writer.skip(planned.sample, planned.record, f"{kind}: {failure}")
