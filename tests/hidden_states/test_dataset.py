@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pickle
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from tests.hidden_states.sample_data import make_samples, write_dataset
+from tests.hidden_states.sample_data import (
+    make_samples,
+    make_settings,
+    write_dataset,
+    write_missing,
+)
 from vllm.hidden_states import HiddenStatesDataset, pack_samples, pad_samples
 from vllm.hidden_states import dataset as dataset_module
 from vllm.hidden_states.metadata import FORMATS, DatasetFormat
@@ -35,8 +43,18 @@ def test_indices_and_slices(tmp_path: Path, fmt: DatasetFormat) -> None:
     for part in (slice(2, 5), slice(None, None, -2), slice(-3, None), slice(5, 2)):
         assert [s.index for s in dataset[part]] == list(range(7))[part]
     assert [s.index for s in dataset[1:][1:][::2]] == [2, 4, 6]
-    with pytest.raises(TypeError):
-        _ = dataset["0"]  # type: ignore[call-overload]
+    for numbers in ([4, 0, -1], (4, 0, 6), torch.tensor([4, 0, 6]), np.array([4, 0, 6])):
+        assert [s.index for s in dataset[numbers]] == [4, 0, 6]
+    assert [s.index for s in dataset[2:][[1, -1]][1:]] == [6]
+    assert len(dataset[[]]) == 0
+    assert dataset[torch.tensor(3)].index == dataset[np.int64(3)].index == 3
+    with pytest.raises(IndexError, match="sample 7 of 7"):
+        _ = dataset[[1, 7]]
+    for wrong in (1.5, [1.5], [[1]], None, [True] * 7):
+        with pytest.raises(TypeError, match=r"use numbers, a slice, or a column's name"):
+            _ = dataset[wrong]  # type: ignore[call-overload]
+    with pytest.raises(KeyError, match=r"d has no column 'label'; no columns were kept"):
+        _ = dataset["label"]
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
@@ -61,6 +79,78 @@ def test_batches_of_rows(tmp_path: Path, fmt: DatasetFormat, batch_size: int) ->
             assert torch.equal(found, torch.cat(expected)), column
     with pytest.raises(ValueError, match="batch_size=0: use at least 1"):
         next(dataset.iter_rows(0))
+
+
+@pytest.mark.parametrize("batch_size", [1, 4, 13])
+@pytest.mark.parametrize("waiting", [1, 3, 17, 1000])
+def test_batches_of_shuffled_rows(tmp_path: Path, batch_size: int, waiting: int) -> None:
+    """Every row once, with its token, position, sample and columns; the seed decides the order."""
+    lengths = [(7 * i) % 23 + 1 for i in range(40)]
+    samples = [
+        dataclasses.replace(sample, columns={"number": sample.index})
+        for sample in make_samples(lengths)
+    ]
+    settings = make_settings(samples)
+    settings = dataclasses.replace(settings, options={"keep_columns": '["number"]'})
+    write_missing(tmp_path / "d", samples, settings)
+    dataset = HiddenStatesDataset(tmp_path / "d")
+
+    def read(**options: Any) -> list[Any]:
+        return list(dataset.iter_rows(batch_size, **options))
+
+    batches = read(shuffle_rows=waiting)
+    total = sum(lengths)
+    sizes = [len(batch.rows) for batch in batches]
+    assert sizes[:-1] == [batch_size] * (len(sizes) - 1) and sum(sizes) == total
+    seen = set()
+    for batch in batches:
+        assert batch.columns["number"] == batch.samples.tolist()
+        for row, token, position, index in zip(*batch[:4], strict=True):
+            sample = samples[index]
+            assert torch.equal(row, sample.hidden_states[position])
+            assert token == sample.token_ids[position]
+            seen.add((int(index), int(position)))
+    assert len(seen) == total
+
+    def order_of(batches: list[Any]) -> list[tuple[int, int]]:
+        return [
+            (int(index), int(position))
+            for batch in batches
+            for index, position in zip(batch.samples, batch.positions, strict=True)
+        ]
+
+    plain, shuffled = order_of(read()), order_of(batches)
+    assert order_of(read(shuffle_rows=waiting, seed=0)) == shuffled
+    if waiting > 3:
+        assert shuffled != plain and order_of(read(shuffle_rows=waiting, seed=1)) != shuffled
+    # A row leaves no earlier than the rows that wait allow.
+    assert all(plain.index(one) < place + 2 * max(waiting, batch_size) + batch_size
+               for place, one in enumerate(shuffled))  # fmt: skip
+    with pytest.raises(ValueError, match="shuffle_rows=-1: use at least 1, or 0"):
+        dataset.iter_rows(4, shuffle_rows=-1)
+
+
+def test_a_column_of_all_samples(tmp_path: Path) -> None:
+    for fmt in ("sharded", "files"):
+        samples = [
+            dataclasses.replace(sample, columns={"label": sample.index % 3, "other": None})
+            for sample in make_samples(LENGTHS)
+        ]
+        settings = make_settings(samples, fmt)  # type: ignore[arg-type]
+        settings = dataclasses.replace(settings, options={"keep_columns": "[]"})
+        write_missing(tmp_path / fmt, samples, settings)
+        dataset = HiddenStatesDataset(tmp_path / fmt)
+        assert dataset["label"] == [i % 3 for i in range(7)]
+        assert dataset[[5, 2]]["label"] == dataset[-2::-3]["label"][:2] == [2, 2]
+        with pytest.raises(KeyError, match="no column 'lable'; it has label, other"):
+            _ = dataset["lable"]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_torchs_own_collation_names_ours(dataset: Path, num_workers: int) -> None:
+    loader = DataLoader(HiddenStatesDataset(dataset), batch_size=2, num_workers=num_workers)
+    with pytest.raises(TypeError, match="collate_fn=pad_samples"):
+        next(iter(loader))
 
 
 @pytest.mark.parametrize("fmt", ["sharded", "files"])

@@ -10,7 +10,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from vllm.hidden_states.dataset import HiddenStatesDataset, pack_samples, pad_samples
+    from vllm.hidden_states.batches import pack_samples, pad_samples
+    from vllm.hidden_states.dataset import HiddenStatesDataset
     from vllm.hidden_states.sample import (
         ExtractRequest,
         FailedSample,
@@ -27,11 +28,12 @@ __all__ = [
     "pack_samples",
     "pad_samples",
 ]
-_OF_DATASETS = ("HiddenStatesDataset", "pack_samples", "pad_samples")
+_MODULES = {"HiddenStatesDataset": "dataset", "pack_samples": "batches", "pad_samples": "batches"}
+"""Name -> its module, if that is not ``sample``."""
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'vllm.hidden_states' has no attribute {name!r}")
-    module = "dataset" if name in _OF_DATASETS else "sample"
-    return getattr(importlib.import_module(f"vllm.hidden_states.{module}"), name)
+    module = importlib.import_module(f"vllm.hidden_states.{_MODULES.get(name, 'sample')}")
+    return getattr(module, name)

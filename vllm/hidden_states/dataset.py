@@ -11,16 +11,17 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property, lru_cache
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, cast, overload
 
 import torch
-from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
 from vllm.hidden_states import metadata as records
+from vllm.hidden_states.batches import RowBatch, join, part_of, rows_of, shuffled
 from vllm.hidden_states.manifest import index_is_sound, read_manifest
 from vllm.hidden_states.mapped_file import DamagedFileError, MappedFile
 from vllm.hidden_states.metadata import DatasetSettings, FileRecord, read_unit_records
+from vllm.hidden_states.positions import flat_array
 from vllm.hidden_states.sample import HiddenStatesSample
 from vllm.utils.boundaries import LayerId
 from vllm.v1.rows.fields import LOSS_MASK, StoredNames
@@ -31,58 +32,12 @@ _MAPPED_FILES = 64
 _NUMBERS = re.compile(r"(\d+)")
 
 
-class RowBatch(NamedTuple):
-    """Rows of one or several samples."""
-
-    rows: torch.Tensor
-    """[rows, layers, hidden]"""
-    token_ids: torch.Tensor
-    """int64 [rows], ids of the tokens that the rows belong to"""
-    positions: torch.Tensor
-    """int64 [rows], positions of these tokens in their samples"""
-    samples: torch.Tensor
-    """int64 [rows], the ``index`` of their samples"""
-    tensors: dict[str, torch.Tensor]
-    """The other tensors that all these samples have, [rows, ...] each."""
-    columns: dict[str, list[Any]]
-    """The columns that were kept, one value for each row."""
-
-    @property
-    def loss_mask(self) -> torch.Tensor | None:
-        """bool [rows]; None if a sample has none."""
-        return self.tensors.get(LOSS_MASK)
-
-
-class PaddedBatch(NamedTuple):
-    """Samples side by side, with zeros at the end of short ones."""
-
-    rows: torch.Tensor
-    """[samples, most rows, layers, hidden]"""
-    token_ids: torch.Tensor
-    """int64 [samples, most rows], ids of the tokens that the rows belong to"""
-    positions: torch.Tensor
-    """int64 [samples, most rows], positions of these tokens in their samples"""
-    mask: torch.Tensor
-    """bool [samples, most rows], true where there is a row"""
-    samples: torch.Tensor
-    """int64 [samples], their ``index``"""
-    tensors: dict[str, torch.Tensor]
-    """The other tensors that all these samples have, [samples, most rows, ...] each."""
-    columns: dict[str, list[Any]]
-    """The columns that were kept, one value for each sample."""
-
-    @property
-    def loss_mask(self) -> torch.Tensor | None:
-        """bool [samples, most rows], false where there is no row; None if a sample has none."""
-        return self.tensors.get(LOSS_MASK)
-
-
 class HiddenStatesDataset(Dataset[HiddenStatesSample]):
     """The samples of a folder that ``vllm extract`` or the connector filled.
 
-    ``ds[i]`` maps the file and returns views of it if the dtype is the stored one; a slice returns
-    a dataset of those samples. A dataset can be pickled, and shared with forked and spawned
-    workers.
+    ``ds[i]`` maps the file and returns views of it if the dtype is the stored one; a slice and a
+    list of numbers return a dataset of those samples, and the name of a column that was kept the
+    list of its values. A dataset can be pickled, and shared with forked and spawned workers.
 
     dtype: dtype of the rows; by default the stored one, and bfloat16 for fp8.
     ``torch.float8_e4m3fn`` gives the stored values of an fp8 dataset with their scales.
@@ -137,7 +92,7 @@ class HiddenStatesDataset(Dataset[HiddenStatesSample]):
             self._files = plain_files(self.path)
             counts = [1] * len(self._files)
         self._starts = [0, *itertools.accumulate(counts)]
-        self._ids = range(self._starts[-1])
+        self._ids: Sequence[int] = range(self._starts[-1])
         self._open = self._make_open()
         self.layer_ids, self.hidden_size, stored = self._row_form()
         if dtype == FP8 and stored not in (None, FP8):
@@ -153,23 +108,48 @@ class HiddenStatesDataset(Dataset[HiddenStatesSample]):
         return len(self._ids)
 
     @overload
-    def __getitem__(self, index: slice) -> HiddenStatesDataset: ...
+    def __getitem__(self, index: slice | Sequence[int] | torch.Tensor) -> HiddenStatesDataset: ...
     @overload
     def __getitem__(self, index: int) -> HiddenStatesSample: ...
-    def __getitem__(self, index: int | slice) -> HiddenStatesSample | HiddenStatesDataset:
-        if isinstance(index, slice):
+    @overload
+    def __getitem__(self, index: str) -> list[Any]: ...
+    def __getitem__(
+        self, index: int | slice | Sequence[int] | torch.Tensor | str
+    ) -> HiddenStatesSample | HiddenStatesDataset | list[Any]:
+        if isinstance(index, str):
+            return self._column(index)
+        if isinstance(index, slice) or not _is_number(index):
             part = copy.copy(self)
-            part._ids = self._ids[index]
+            part._ids = self._ids[index] if isinstance(index, slice) else self._numbers(index)
             return part
-        try:
-            number = self._ids[operator.index(index)]
-        except IndexError:
-            raise IndexError(f"sample {index} of {len(self)} in {self.path}") from None
+        number = self._number(operator.index(cast("Any", index)))
         file, place = self._locate(number)
         sample, dtype = file.sample(place, number), self._dtype
         if dtype == FP8 or (sample.scales is None and dtype in (None, sample.hidden_states.dtype)):
             return sample
         return sample.in_float(dtype)
+
+    def _number(self, index: int) -> int:
+        try:
+            return self._ids[index]
+        except IndexError:
+            raise IndexError(f"sample {index} of {len(self)} in {self.path}") from None
+
+    def _numbers(self, indices: Any) -> Sequence[int]:
+        listed = flat_array(indices, "iu")
+        if listed is None:
+            raise TypeError(f"ds[{indices!r:.50}]: use numbers, a slice, or a column's name")
+        return [self._number(index) for index in listed.tolist()]
+
+    def _column(self, name: str) -> list[Any]:
+        """Return the values of a column that was kept; reads no rows."""
+        places = map(self._locate, self._ids)
+        columns = [file.columns(place) for file, place in places]
+        known = dict.fromkeys(known for one in columns for known in one)
+        if name not in known:
+            kept = f"it has {', '.join(known)}" if known else "no columns were kept"
+            raise KeyError(f"{self.path} has no column {name!r}; {kept}")
+        return [one.get(name) for one in columns]
 
     def __iter__(self) -> Iterator[HiddenStatesSample]:
         return (self[index] for index in range(len(self)))
@@ -189,28 +169,43 @@ class HiddenStatesDataset(Dataset[HiddenStatesSample]):
         file, place = self._locate(self._ids[index])
         return file.token_offsets[place + 1] - file.token_offsets[place]
 
-    def iter_rows(self, batch_size: int, order: Iterable[int] | None = None) -> Iterator[RowBatch]:
+    def iter_rows(
+        self,
+        batch_size: int,
+        order: Iterable[int] | None = None,
+        *,
+        shuffle_rows: int = 0,
+        seed: int = 0,
+    ) -> Iterator[RowBatch]:
         """Yield all rows in batches of ``batch_size`` (the last one smaller), sample by sample.
 
-        ``order``: the samples to read, in this order (``torch.randperm(len(ds)).tolist()``).
+        order: the samples to read, in this order (``torch.randperm(len(ds)).tolist()``).
+        shuffle_rows: number of rows that wait in memory; each batch is drawn from them by
+            ``seed``, so that it has rows of many samples. 0: rows of a sample stay together.
         """
         if batch_size < 1:
             raise ValueError(f"batch_size={batch_size}: use at least 1")
+        if shuffle_rows < 0:
+            raise ValueError(f"shuffle_rows={shuffle_rows}: use at least 1, or 0 for no shuffling")
+        batches = self._iter_rows(batch_size, order)
+        return shuffled(batches, batch_size, shuffle_rows, seed) if shuffle_rows else batches
+
+    def _iter_rows(self, batch_size: int, order: Iterable[int] | None) -> Iterator[RowBatch]:
         parts: list[RowBatch] = []
         waiting = 0
         for index in range(len(self)) if order is None else order:
-            rest = _rows_of(self[index])
+            rest = rows_of(self[index])
             while waiting + len(rest.rows) >= batch_size:
                 taken = batch_size - waiting
-                parts.append(_part(rest, slice(taken)))
-                rest = _part(rest, slice(taken, None))
-                yield _join(parts)
+                parts.append(part_of(rest, slice(taken)))
+                rest = part_of(rest, slice(taken, None))
+                yield join(parts)
                 parts, waiting = [], 0
             if len(rest.rows):
                 parts.append(rest)
                 waiting += len(rest.rows)
         if parts:
-            yield _join(parts)
+            yield join(parts)
 
     def _locate(self, number: int) -> tuple[SampleFile, int]:
         index = bisect.bisect_right(self._starts, number) - 1
@@ -298,7 +293,7 @@ class SampleFile(MappedFile):
             layer_ids=self.layer_ids,
             record=record,
             constants=self._constants,
-            columns=self._columns(place),
+            columns=self.columns(place),
         )
 
     def _tensors(self, rows: list[int]) -> dict[str, torch.Tensor]:
@@ -321,7 +316,8 @@ class SampleFile(MappedFile):
         stated = {n: json.loads(self.metadata[n]) for n in names if n in self.metadata}
         return stated | {name: self.tensor(name).tolist() for name in names if name in self}
 
-    def _columns(self, place: int) -> dict[str, Any]:
+    def columns(self, place: int) -> dict[str, Any]:
+        """Return the columns that were kept of the sample at ``place``."""
         text = self.metadata.get("columns", "{}")
         if "column_offsets" in self:
             span = self.tensor("column_offsets", place, place + 2).tolist()
@@ -366,93 +362,10 @@ def plain_files(path: str) -> list[str]:
     )
 
 
-def _rows_of(sample: HiddenStatesSample) -> RowBatch:
-    """Return the rows of one sample, with fp8 as bfloat16."""
-    return RowBatch(
-        sample.hidden_states if sample.scales is None else sample.rows(),
-        sample.token_ids[sample.positions],
-        sample.positions,
-        torch.full_like(sample.positions, sample.index),
-        sample.other_tensors,
-        {name: [value] * len(sample.positions) for name, value in sample.columns.items()},
-    )
-
-
-def _rows_of_each(samples: Sequence[HiddenStatesSample]) -> list[RowBatch]:
-    if not samples:
-        raise ValueError("samples=[]: there is nothing to make a batch of")
-    return [_rows_of(sample) for sample in samples]
-
-
-def _part(batch: RowBatch, rows: slice) -> RowBatch:
-    return RowBatch(
-        batch.rows[rows],
-        batch.token_ids[rows],
-        batch.positions[rows],
-        batch.samples[rows],
-        {name: tensor[rows] for name, tensor in batch.tensors.items()},
-        {name: values[rows] for name, values in batch.columns.items()},
-    )
-
-
-def _join(parts: list[RowBatch]) -> RowBatch:
-    """Concatenate the parts."""
-    if len(parts) == 1:
-        return parts[0]
-    return RowBatch(
-        torch.cat([part.rows for part in parts]),
-        torch.cat([part.token_ids for part in parts]),
-        torch.cat([part.positions for part in parts]),
-        torch.cat([part.samples for part in parts]),
-        {name: torch.cat(each) for name, each in _other_tensors(parts).items()},
-        {
-            name: [value for part in parts for value in part.columns.get(name, _nulls(part))]
-            for name in dict.fromkeys(name for part in parts for name in part.columns)
-        },
-    )
-
-
-def _nulls(part: RowBatch) -> list[None]:
-    """The values of a column that the part's sample lacks."""
-    return [None] * len(part.rows)
-
-
-def _other_tensors(parts: Sequence[RowBatch]) -> dict[str, list[torch.Tensor]]:
-    """Return the tensors that all parts with rows have, a list with one for each part."""
-    full = [part.tensors for part in parts if len(part.rows)]
-    names = [name for name in full[0] if all(name in one for one in full)] if full else []
-    return {name: [part.tensors.get(name, full[0][name][:0]) for part in parts] for name in names}
-
-
-def pack_samples(samples: Sequence[HiddenStatesSample]) -> RowBatch:
-    """Concatenate all rows; ``RowBatch.samples`` holds the sample of each.
-
-    Raises ValueError if there is no sample.
-    """
-    return _join(_rows_of_each(samples))
-
-
-def pad_samples(samples: Sequence[HiddenStatesSample]) -> PaddedBatch:
-    """Pad each sample to the length of the longest; raises ValueError if there is no sample."""
-    parts = _rows_of_each(samples)
-    rows, token_ids, positions, mask = (
-        pad_sequence(column, batch_first=True)
-        for column in (
-            [part.rows for part in parts],
-            [part.token_ids for part in parts],
-            [part.positions for part in parts],
-            [torch.ones(len(part.rows), dtype=torch.bool) for part in parts],
-        )
-    )
-    return PaddedBatch(
-        *(rows, token_ids, positions, mask),
-        torch.tensor([sample.index for sample in samples]),
-        {
-            name: pad_sequence(each, batch_first=True)
-            for name, each in _other_tensors(parts).items()
-        },
-        {
-            name: [sample.columns.get(name) for sample in samples]
-            for name in dict.fromkeys(name for sample in samples for name in sample.columns)
-        },
-    )
+def _is_number(index: object) -> bool:
+    """Return whether it is an integer of any library, a tensor with one too."""
+    try:
+        operator.index(cast("Any", index))
+    except TypeError:
+        return False
+    return not (isinstance(index, torch.Tensor) and index.ndim)
