@@ -151,6 +151,7 @@ class LLM:
         on_error: Literal["raise"] = ...,
         max_in_flight: int | None = ...,
         pooling: Pooling = ...,
+        add_special_tokens: bool = ...,
         use_tqdm: ProgressBar = ...,
     ) -> Iterator[HiddenStatesSample]: ...
 
@@ -166,6 +167,7 @@ class LLM:
         on_error: Literal["yield"],
         max_in_flight: int | None = ...,
         pooling: Pooling = ...,
+        add_special_tokens: bool = ...,
         use_tqdm: ProgressBar = ...,
     ) -> Iterator[HiddenStatesSample | FailedSample]: ...
 
@@ -180,6 +182,7 @@ class LLM:
         on_error: OnError = "raise",
         max_in_flight: int | None = None,
         pooling: Pooling = "none",
+        add_special_tokens: bool = True,
         use_tqdm: ProgressBar = False,
     ) -> Iterator[HiddenStatesSample | FailedSample]:
         """Yield the hidden states of prompts, one sample per prompt, as they are computed.
@@ -206,6 +209,7 @@ class LLM:
             max_in_flight: most prompts in flight; by default ``max_num_seqs``.
             pooling: reduce the rows of a prompt to one: their ``"mean"``, computed in float32, or
                 the ``"last"`` of them. ``"none"``: keep all of them.
+            add_special_tokens: give texts the tokenizer's special tokens, such as BOS.
             use_tqdm: as for :meth:`generate`.
 
         Raises:
@@ -215,7 +219,8 @@ class LLM:
         An iterator that is closed or dropped aborts the prompts in flight.
         """
         settings = ExtractionSettings(
-            layers, positions, dtype, ordered, on_error, max_in_flight, pooling
+            *(layers, positions, dtype, ordered, on_error, max_in_flight, pooling),
+            add_special_tokens,
         )
         engine = self.llm_engine
         feed = ExtractionFeed(

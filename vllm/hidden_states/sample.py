@@ -40,6 +40,8 @@ class ExtractRequest:
     sample has it as ``loss_mask``, with any positions."""
     dtype: str | torch.dtype | None = None
     """``auto`` (the model's), ``float32``, ``bfloat16``, ``float16`` or ``fp8``."""
+    add_special_tokens: bool | None = None
+    """True if a text gets the tokenizer's special tokens, such as BOS."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -24,6 +24,7 @@ class TokenizerLike(Protocol):
 
     is_fast: bool
     chat_template: Any
+    bos_token_id: int | None
     eos_token_id: int | None
     all_special_ids: list[int]
     special_tokens_map: dict[str, Any]
@@ -114,6 +115,19 @@ def load_tokenizer(model_config: ModelConfig) -> tuple[TokenizerLike | None, str
 def _brief(error: Exception) -> str:
     first_line = str(error).strip().splitlines()[0] if str(error).strip() else ""
     return first_line.rstrip(" .:") or type(error).__name__
+
+
+def has_second_bos(tokenizer: TokenizerLike, token_ids: Sequence[int]) -> bool:
+    """Return whether the tokens of a text begin with two BOS tokens, which is warned of once: the
+    text begins with one, and the tokenizer added another."""
+    bos = tokenizer.bos_token_id
+    found = bos is not None and list(token_ids[:2]) == [bos, bos]
+    if found:
+        logger.warning_once(
+            "A text begins with the BOS token, and the tokenizer adds another one: leave it out of "
+            "the text, or extract with add_special_tokens=False (--no-add-special-tokens)"
+        )
+    return found
 
 
 _USUAL_CHARACTERS = 32

@@ -270,20 +270,20 @@ def _merge(directory: Path, mixes_kernels: bool) -> None:
 
 def _finish(directory: Path, lines: Lines) -> None:
     """Write index and manifest of a dataset with all units, and remove plan and leftovers."""
-    name, num_truncated = str(directory), None
+    name, plan_totals = str(directory), None
     settings, skipped = DatasetSettings.read(name), list[SkippedRecord]()
     if (directory / records.INDEX_FILE).exists():
         skipped = [one for one in read_skipped(name) if one.sample is None]
     if (directory / PLAN_FOLDER).exists():
         plan = Plan(directory / PLAN_FOLDER)
-        num_truncated = plan.totals.num_truncated
+        plan_totals = plan.totals
         records_of_plan = _records_of(plan, settings)
         skipped = [one for one in skipped if one.record not in records_of_plan] + plan.skipped()
     totals = merge_units(name, sorted(skipped, key=lambda one: one.record))
     remove_rubbish(directory)
     shutil.rmtree(directory / PLAN_FOLDER, ignore_errors=True)
     reasons = [one.reason for one in read_skipped(name)]
-    table = totals_lines(settings, totals, reasons, num_truncated)
+    table = totals_lines(settings, totals, reasons, plan_totals)
     print_table(f"Dataset in {directory}", [*table, *lines])
 
 

@@ -56,6 +56,8 @@ class ExtractOptions:
     """Variables for the chat template in addition to the messages."""
     add_generation_prompt: bool = False
     """End each conversation with the template's beginning of an answer."""
+    add_special_tokens: bool = True
+    """Give texts the tokenizer's special tokens, such as BOS; a chat template writes its own."""
     max_samples: Annotated[int, at_least(1)] | None = None
     """Most records to read: the first ones, or those that shuffle_seed selects."""
     shuffle_seed: Annotated[int, at_least(0), at_most(2**32 - 1)] | None = None

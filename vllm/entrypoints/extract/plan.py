@@ -90,6 +90,7 @@ class PlanTotals:
     num_tokens: int = 0
     num_rows: int = 0
     num_truncated: int = 0
+    num_second_bos: int = 0
     num_skipped: int = 0
     num_masked: int = 0
     """Samples that have a loss mask to store, with at least one token in it."""
@@ -284,6 +285,7 @@ def _write_samples(
                 totals.num_tokens += num_tokens
                 totals.num_rows += num_rows
                 totals.num_truncated += prompt.is_truncated
+    totals.num_second_bos = maker.num_second_bos
     if not totals.num_samples:
         raise ValueError(f"--input: none of {totals.num_records} records can be used{first_reason}")
     if unseen:

@@ -13,7 +13,12 @@ from vllm.hidden_states.positions import as_mask, flat_array
 from vllm.logger import init_logger
 from vllm.transformers_utils.answer_spans import Span, chat_answers
 from vllm.transformers_utils.chat_template import ChatOptions, chat_text
-from vllm.transformers_utils.tokenizer import TokenizerLike, is_certainly_longer, start_of
+from vllm.transformers_utils.tokenizer import (
+    TokenizerLike,
+    has_second_bos,
+    is_certainly_longer,
+    start_of,
+)
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -80,6 +85,8 @@ class PromptMaker:
         self._needs_mask = options.positions == "mask"
         self.stores_loss_mask = stores_loss_mask
         self.makes_masks = self._needs_mask or stores_loss_mask
+        self.num_second_bos = 0
+        """Texts that begin with two BOS tokens, one of them from the tokenizer."""
         self._named = (options.token_ids_column, options.messages_column, options.prompt_column)
 
     @property
@@ -218,7 +225,7 @@ class PromptMaker:
                 continue
             encoded = self._tokenizer(
                 [text.text for _, text in chosen],
-                add_special_tokens=not has_special_tokens,
+                add_special_tokens=self.options.add_special_tokens and not has_special_tokens,
                 return_attention_mask=False,
                 return_token_type_ids=False,
                 verbose=False,
@@ -226,6 +233,9 @@ class PromptMaker:
             )
             for row, (i, text) in enumerate(chosen):
                 mask = text.mask
+                is_plain = self.options.add_special_tokens and not has_special_tokens
+                if is_plain and has_second_bos(self._tokenizer, encoded["input_ids"][row]):
+                    self.num_second_bos += 1
                 if text.spans is not None:
                     mask = _mask_of(encoded["offset_mapping"][row], text.spans)
                 found[i] = np.array(encoded["input_ids"][row], dtype=np.int32), mask

@@ -35,6 +35,7 @@ _BYTES_CHANGE = (
     "input_format", "messages_column", "prompt_column", "token_ids_column", "mask_column",
     "id_column", "chat_template_kwargs", "add_generation_prompt", "max_samples", "shuffle_seed",
     "on_long", "keep_columns", "mask_empty_reasoning", "loss_mask",
+    "add_special_tokens",
 )  # fmt: skip
 """Options that the dataset depends on, except those with their own fields in its settings."""
 _NOT_STATED = {
@@ -43,6 +44,7 @@ _NOT_STATED = {
     "keep_columns": [],
     "mask_empty_reasoning": True,
     "loss_mask": True,
+    "add_special_tokens": True,
 }
 """Values that settings leave out, as the settings of older datasets do."""
 _HAVE_A_PLACE = ("config", "hub_id", "hub_commit")

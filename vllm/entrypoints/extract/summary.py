@@ -88,24 +88,29 @@ def plan_lines(totals: PlanTotals, num_units: int) -> Lines:
         ("bytes", f"about {format_bytes(totals.num_bytes)} in {num_units:,} units"),
         *([("loss mask", f"in {totals.num_masked:,} samples")] if totals.num_masked else []),
         *([("truncated", f"{totals.num_truncated:,}")] if totals.num_truncated else []),
+        *_second_bos(totals),
     ]
+
+
+def _second_bos(plan: PlanTotals) -> Lines:
+    return [("second BOS", f"{plan.num_second_bos:,} texts")] if plan.num_second_bos else []
 
 
 def totals_lines(
     settings: DatasetSettings,
     totals: DatasetTotals,
     reasons: Iterable[str],
-    num_truncated: int | None,
+    plan: PlanTotals | None,
 ) -> Lines:
     """Return the lines for the finished dataset. ``reasons``: one for each skipped record, ``kind:
-    details``; ``num_truncated``: None if it is not known."""
+    details``; ``plan``: None if it is not known."""
     kinds = Counter(reason.split(":", 1)[0] for reason in reasons)
     lines = [
         ("samples", f"{totals.samples:,}"),
         ("tokens", f"{totals.tokens:,}"),
         ("rows", f"{totals.rows:,}"),
         ("bytes", format_bytes(totals.bytes)),
-        *([("truncated", f"{num_truncated:,}")] if num_truncated is not None else []),
+        *([("truncated", f"{plan.num_truncated:,}"), *_second_bos(plan)] if plan else []),
         ("skipped", f"{totals.skipped:,}"),
         *((f"  {kind}", f"{count:,}") for kind, count in kinds.most_common()),
     ]

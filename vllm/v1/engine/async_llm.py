@@ -285,10 +285,12 @@ class AsyncLLM(EngineFrontEnd):
         on_error: OnError = "raise",
         max_in_flight: int | None = None,
         pooling: Pooling = "none",
+        add_special_tokens: bool = True,
     ) -> AsyncGenerator[HiddenStatesSample | FailedSample, None]:
         """Do what :meth:`vllm.LLM.extract` does, asynchronously; ``prompts`` may be async, too."""
         settings = ExtractionSettings(
-            layers, positions, dtype, ordered, on_error, max_in_flight, pooling
+            *(layers, positions, dtype, ordered, on_error, max_in_flight, pooling),
+            add_special_tokens,
         )
         await self.start()
         is_async = isinstance(prompts, AsyncIterable)

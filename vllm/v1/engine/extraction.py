@@ -59,6 +59,7 @@ class ExtractionSettings:
     on_error: OnError
     max_in_flight: int | None
     pooling: Pooling = "none"
+    add_special_tokens: bool = True
 
     def __post_init__(self) -> None:
         if self.on_error not in ("raise", "yield"):
@@ -196,7 +197,12 @@ class ExtractionFeed:
         if layers is None:
             raise ValueError("no layers are named: give layers=, such as [2, 12, -1]")
         dtype = settings.dtype if options.dtype is None else options.dtype
-        processed = self._processor.process_extraction(request_id, self._prompt(options.prompt))
+        adds = options.add_special_tokens
+        processed = self._processor.process_extraction(
+            request_id,
+            self._prompt(options.prompt),
+            settings.add_special_tokens if adds is None else adds,
+        )
         token_ids = processed.request.prompt_token_ids
         positions = settings.positions if options.positions is None else options.positions
         mask = None

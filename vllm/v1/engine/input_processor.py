@@ -11,7 +11,11 @@ from vllm.exceptions import VLLMValidationError
 from vllm.inputs import NO_TOKEN, ParsedPrompt, PromptType, parse_prompt
 from vllm.inputs.prompt_embeds import pack_prompt_embeds
 from vllm.sampling_params import ALL_LOGPROBS, SamplingParams
-from vllm.transformers_utils.tokenizer import TokenizerLike, is_certainly_longer
+from vllm.transformers_utils.tokenizer import (
+    TokenizerLike,
+    has_second_bos,
+    is_certainly_longer,
+)
 from vllm.v1.engine import EngineCoreRequest
 
 if TYPE_CHECKING:
@@ -87,9 +91,12 @@ class InputProcessor:
             )
         return self._process(external_id, prompt, params, arrival_time, int(priority))
 
-    def process_extraction(self, external_id: str, prompt: PromptType) -> ProcessedInput:
+    def process_extraction(
+        self, external_id: str, prompt: PromptType, add_special_tokens: bool
+    ) -> ProcessedInput:
         """Make a request that computes its prompt and no token; its rows are still to be named."""
-        return self._process(external_id, prompt, SamplingParams(max_tokens=0, temperature=0.0))
+        params = SamplingParams(max_tokens=0, temperature=0.0)
+        return self._process(external_id, prompt, params, add_special_tokens=add_special_tokens)
 
     def _process(
         self,
@@ -98,6 +105,7 @@ class InputProcessor:
         params: SamplingParams,
         arrival_time: float | None = None,
         priority: int = 0,
+        add_special_tokens: bool = True,
     ) -> ProcessedInput:
         arrived = time.time() if arrival_time is None else arrival_time
         parsed, embeds = parse_prompt(prompt), b""
@@ -106,7 +114,11 @@ class InputProcessor:
             keep, token_ids = params.truncate_prompt_tokens, parsed.token_ids
             if token_ids is None:
                 assert parsed.text is not None
-                token_ids = self.tokenize(parsed.text, may_be_long=keep is not None)
+                token_ids = self.tokenize(
+                    parsed.text,
+                    may_be_long=keep is not None,
+                    add_special_tokens=add_special_tokens,
+                )
             token_ids = self.truncate(token_ids, keep, params.max_tokens)
             self._check_tokens(token_ids)
         else:
@@ -146,7 +158,10 @@ class InputProcessor:
                 f"max_model_len={limit}",
                 limit,
             )
-        return tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False)
+        token_ids = tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False)
+        if add_special_tokens:
+            has_second_bos(tokenizer, token_ids)  # warns
+        return token_ids
 
     def need_tokenizer(self, use: str) -> TokenizerLike:
         if self._tokenizer is None:
