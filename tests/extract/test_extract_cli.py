@@ -192,9 +192,10 @@ def wait_for_units(process: subprocess.Popen[bytes], output: Path, count: int) -
     "signals",
     [
         [(4, signal.SIGINT)],
+        [(4, signal.SIGTERM)],
         at_night([(1, signal.SIGKILL), (4, signal.SIGINT), (6, signal.SIGKILL)]),
     ],
-    ids=["interrupted", "killed and interrupted"],
+    ids=["interrupted", "terminated", "killed and interrupted"],
 )
 def test_killed_and_interrupted(
     signals: list[tuple[int, signal.Signals]],
@@ -210,11 +211,26 @@ def test_killed_and_interrupted(
         wait_for_units(process, tmp_path, count)
         process.send_signal(number)
         _, log = process.communicate(timeout=60)
-        assert process.returncode == (130 if number == signal.SIGINT else -number)
-        assert b"Traceback" not in log
+        clean = {signal.SIGINT: 130, signal.SIGTERM: 143}
+        assert process.returncode == clean.get(number, -number)
+        assert b"Traceback" not in log and b"\r" not in log
+        assert log.startswith(f"vllm extract: loading {tiny_llama}\n".encode())
+        if number in clean:
+            assert b"interrupted; run the same command again to resume\n" in log
+            assert not list(tmp_path.rglob(".*.tmp"))
         assert not (tmp_path / "manifest.json").exists()
     assert run_real(tiny_llama, data, tmp_path) == 0
     assert digests(tmp_path) == undisturbed
+
+
+def test_two_engines_are_terminated(tiny_llama: Path, data: Path, tmp_path: Path) -> None:
+    arguments = command(tiny_llama, data, tmp_path, "--data-parallel-size", "2")
+    process = start(arguments)
+    wait_for_units(process, tmp_path, 2)
+    process.send_signal(signal.SIGTERM)
+    _, log = process.communicate(timeout=120)
+    assert process.returncode == 143, log
+    assert b"Traceback" not in log and not list(tmp_path.rglob(".*.tmp"))
 
 
 def test_mistakes_end_with_status_2(

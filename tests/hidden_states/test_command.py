@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,13 @@ import torch
 from tests.hidden_states.sample_data import make_samples, write_dataset
 from vllm.entrypoints.cli.main import main
 from vllm.hidden_states import HiddenStatesDataset
-from vllm.hidden_states.inspection import measure_rows
+from vllm.hidden_states.inspection import (
+    RowStatistics,
+    _draw_cosines,
+    _draw_lengths,
+    _draw_norms,
+    measure_rows,
+)
 
 PNG = b"\x89PNG\r\n"
 
@@ -100,9 +107,44 @@ def test_without_matplotlib(
     dataset: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(SystemExit):
-        run("inspect", str(dataset))
-    assert "pip install matplotlib" in capsys.readouterr().err
+    assert run("inspect", str(dataset)) == 0
+    printed = capsys.readouterr().out
+    assert "row norm" in printed and "plots               left out" in printed
+    assert "pip install matplotlib" in printed
+    assert not dataset.with_name(f"{dataset.name}-plots").exists()
+
+
+def test_plots_lie_next_to_the_dataset(
+    dataset: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pytest.importorskip("matplotlib")
+    for name in (f"{dataset}/", "."):
+        monkeypatch.chdir(dataset)
+        assert run("inspect", name) == 0
+        plots = dataset.with_name(f"{dataset.name}-plots")
+        assert len(list(plots.iterdir())) == 3
+        shutil.rmtree(plots)
+
+
+@pytest.mark.parametrize("lengths", [[31], [3, 3, 4, 7], [1, 50], [1, 51], [5, 1000, 1001, 77]])
+def test_bars_of_lengths_stand_on_whole_numbers(lengths: list[int]) -> None:
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    _, axes = pyplot.subplots()
+    _draw_lengths(axes, lengths)
+    bars = [bar for bar in axes.patches if bar.get_height()]
+    assert sum(bar.get_height() for bar in axes.patches) == len(lengths)
+    assert len(axes.patches) <= 50
+    for bar in bars:
+        inside = [n for n in lengths if 0 < n - bar.get_x() < bar.get_width()]
+        assert len(inside) == bar.get_height(), "no length lies on an edge"
+    if len(axes.patches) == max(lengths) - min(lengths) + 1:
+        assert {bar.get_x() + bar.get_width() / 2 for bar in bars} == set(lengths)
+    statistics = RowStatistics(1, torch.ones(2, 3), torch.eye(3))
+    for draw in (_draw_norms, _draw_cosines):
+        _, axes = pyplot.subplots()
+        draw(axes, statistics, ["0", "1", "2"])
+        assert axes.get_xlabel() == "layer id" and axes.get_ylabel()
+    pyplot.close("all")
 
 
 def test_statistics_of_rows(tmp_path: Path) -> None:

@@ -7,10 +7,16 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
-from vllm.utils.interrupts import allow_interrupts, check_interrupts, hold_interrupts
+from vllm.utils.interrupts import (
+    allow_interrupts,
+    check_interrupts,
+    hold_interrupts,
+    terminated_as_interrupted,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -137,6 +143,29 @@ def test_tests_can_interrupt_what_they_start() -> None:
     code = "import signal; print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "True\n"
+
+
+@pytest.mark.parametrize("handler", [signal.default_int_handler, signal.SIG_IGN])
+def test_sigterm_interrupts(handler: Any) -> None:
+    """Held as Ctrl-C is; also where Ctrl-C is ignored."""
+    before = signal.signal(signal.SIGINT, handler), signal.getsignal(signal.SIGTERM)
+    steps = []
+
+    def terminate() -> None:
+        with hold_interrupts():
+            signal.raise_signal(signal.SIGTERM)
+            steps.append("held")
+
+    try:
+        with terminated_as_interrupted() as came:
+            assert not came()
+            with pytest.raises(KeyboardInterrupt):
+                terminate()
+            assert came()
+        assert steps == (["held"] if callable(handler) else [])
+        assert signal.getsignal(signal.SIGTERM) == before[1]
+    finally:
+        signal.signal(signal.SIGINT, before[0])
 
 
 def test_other_threads_hold_nothing() -> None:

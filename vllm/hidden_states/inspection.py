@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _ROWS_OF_A_SAMPLE = 256
+_MOST_BARS = 50
 _MOST_NUMBERS = 12
 """Largest number of layers for which the cosines are written into the plot."""
 
@@ -96,15 +97,10 @@ def _settings_entries(dataset: HiddenStatesDataset) -> list[tuple[str, object]]:
 
 
 def write_plots(dataset: HiddenStatesDataset, folder: str, max_samples: int = 64) -> list[str]:
-    """Write three PNG files in ``folder``; returns their paths. Raises ValueError if matplotlib is
+    """Write three PNG files in ``folder``; returns their paths. Raises ImportError if matplotlib is
     missing."""
-    try:
-        import matplotlib
-    except ImportError:
-        raise ValueError(
-            "plots need matplotlib, which is not installed: pip install matplotlib, or turn "
-            "plots off"
-        ) from None
+    import matplotlib
+
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
@@ -137,7 +133,11 @@ def _draw_norms(axes: Axes, statistics: RowStatistics, labels: Sequence[str]) ->
 
 
 def _draw_lengths(axes: Axes, lengths: Sequence[int]) -> None:
-    axes.hist(lengths, bins=min(50, max(1, len(set(lengths)))))
+    if lengths:  # bars around whole numbers
+        first, last = min(lengths), max(lengths)
+        width = -(-(last - first + 1) // _MOST_BARS)
+        edges = [first - 0.5 + width * bar for bar in range((last - first) // width + 2)]
+        axes.hist(lengths, bins=edges, edgecolor="white", linewidth=0.5)
     axes.set(title=f"Lengths of {len(lengths):,} samples", xlabel="tokens", ylabel="samples")
 
 
@@ -150,5 +150,6 @@ def _draw_cosines(axes: Axes, statistics: RowStatistics, labels: Sequence[str]) 
         value = float(statistics.cosines[row, column])
         color = "white" if abs(value) > 0.7 else "black"
         axes.text(column, row, f"{value:.2f}", ha="center", va="center", color=color)
-    axes.set(title="Mean cosine between the rows of two layers", xlabel="layer id")
-    axes.figure.colorbar(image)
+    title = "Mean cosine between the rows of two layers"
+    axes.set(title=title, xlabel="layer id", ylabel="layer id")
+    axes.figure.colorbar(image, label="cosine")

@@ -81,6 +81,29 @@ def allow_interrupts() -> Iterator[None]:
         gate.open = False
 
 
+@contextmanager
+def terminated_as_interrupted() -> Iterator[Callable[[], bool]]:
+    """Inside, SIGTERM interrupts as Ctrl-C does; yields a function that tells whether one came.
+
+    Only for the main thread.
+    """
+    came = False
+
+    def on_signal(signal_number: int, frame: FrameType | None) -> None:
+        nonlocal came
+        came = True
+        if callable(signal.getsignal(signal.SIGINT)):
+            signal.raise_signal(signal.SIGINT)  # held where an interrupt is
+        else:  # ignored, as in the background of a shell script
+            raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, on_signal)
+    try:
+        yield lambda: came
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def check_interrupts() -> None:
     """Let in the waiting interrupt, if there is one."""
     with allow_interrupts():

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from vllm.exceptions import EXIT_STATUS
+from vllm.utils.interrupts import terminated_as_interrupted
 
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import EngineArgs
@@ -20,6 +22,9 @@ _NOT_OF_USE = frozenset({
 """Options of the engine that do not apply to a dataset."""
 
 
+_TERMINATED = 128 + signal.SIGTERM
+
+
 class ExtractArguments(NamedTuple):
     """The checked options of a command line."""
 
@@ -29,17 +34,20 @@ class ExtractArguments(NamedTuple):
 
 def extract(argv: Sequence[str]) -> int:
     """Run ``vllm extract``; returns the exit status: 1 if the job ended early or a check
-    failed, 2 for a mistake in the arguments, 130 after Ctrl-C."""
+    failed, 2 for a mistake in the arguments, 130 after Ctrl-C, 143 after SIGTERM."""
+    if argv and not any(one.startswith(("-h", "--help")) for one in argv) and argv[0][:1] != "-":
+        print(f"vllm extract: loading {argv[0]}", file=sys.stderr, flush=True)
     arguments = parse_extract_arguments(argv)
     from vllm.entrypoints.extract.job import run_job
     from vllm.entrypoints.extract.worker import why_ended
 
-    try:
-        return run_job(arguments.options, arguments.engine)
-    except (ValueError, OSError, RuntimeError, KeyboardInterrupt) as error:
-        failure = why_ended(error)
-        print(f"vllm extract: {failure}", file=sys.stderr)
-        return EXIT_STATUS[failure.kind]
+    with terminated_as_interrupted() as was_terminated:
+        try:
+            return run_job(arguments.options, arguments.engine)
+        except (ValueError, OSError, RuntimeError, EOFError, KeyboardInterrupt) as error:
+            failure = why_ended(KeyboardInterrupt() if was_terminated() else error)
+            print(f"vllm extract: {failure}", file=sys.stderr)
+            return _TERMINATED if was_terminated() else EXIT_STATUS[failure.kind]
 
 
 def parse_extract_arguments(argv: Sequence[str]) -> ExtractArguments:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 from collections.abc import Sequence
 
 _FORMATS = ("sharded", "files", "speculators")
@@ -18,8 +19,8 @@ def build_hidden_states_parser() -> argparse.ArgumentParser:
 
     inspect = actions.add_parser("inspect", help="print a summary, and plot the rows")
     inspect.add_argument("directory", metavar="DIR")
-    inspect.add_argument("--output", default="hidden-states-plots", metavar="DIR",
-        help="folder for the PNG files (default: %(default)s)")  # fmt: skip
+    inspect.add_argument("--output", metavar="PLOTS",
+        help="folder for the PNG files (default: DIR-plots, next to the dataset)")  # fmt: skip
     inspect.add_argument("--no-plots", action="store_true", help="print only the summary")
     inspect.add_argument("--samples", type=int, default=64,
         help="number of samples to plot, evenly spaced (default: %(default)s)")  # fmt: skip
@@ -69,9 +70,14 @@ def _inspect(args: argparse.Namespace) -> int:
         raise ValueError(f"--samples {args.samples}: use at least 1")
     dataset = HiddenStatesDataset(args.directory, allow_incomplete=True)
     print(describe(dataset))
-    if not args.no_plots:
-        for path in write_plots(dataset, args.output, args.samples):
+    if args.no_plots:
+        return 0
+    folder = args.output or f"{os.path.abspath(args.directory)}-plots"
+    try:
+        for path in write_plots(dataset, folder, args.samples):
             print(f"{'plot':20}{path}")
+    except ImportError as error:
+        print(f"{'plots':20}left out; they need matplotlib: pip install matplotlib ({error})")
     return 0
 
 

@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tqdm import tqdm
-
 from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.extract.folder import (
     check_disk,
@@ -59,6 +57,7 @@ from vllm.hidden_states.verify import unit_problems, verify_unit
 from vllm.logger import init_logger
 from vllm.utils.disk import free_bytes
 from vllm.utils.mem_utils import format_bytes
+from vllm.utils.progress import progress_bar
 from vllm.utils.weight_files import weight_files
 from vllm.utils.whole_files import temporary_path
 
@@ -179,7 +178,8 @@ class _Job:
         todo, repairs = set(mine), {}
         with ThreadPoolExecutor(_CHECKING_THREADS) as threads:
             found = threads.map(lambda one: unit_problems(str(self.directory), one, is_full), known)
-            bar = tqdm(found, total=len(known), desc="Checking", unit=" units", leave=False)
+            total = len(known)
+            bar = progress_bar(found, total=total, desc="Checking", unit=" units", leave=False)
             for record, problems in zip(known, bar, strict=True):
                 if not problems:
                     todo.remove(record.unit)

@@ -31,7 +31,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
-from tqdm import tqdm
 
 from vllm.entrypoints.extract.options import ExtractOptions
 from vllm.entrypoints.extract.prompts import PromptMaker
@@ -41,6 +40,7 @@ from vllm.hidden_states.positions import parse_positions
 from vllm.hidden_states.tensor_file import checksum
 from vllm.hidden_states.units import file_stem, plan_units
 from vllm.logger import init_logger
+from vllm.utils.progress import progress_bar
 from vllm.utils.whole_files import sync_path, temporary_path
 
 if TYPE_CHECKING:
@@ -250,7 +250,7 @@ def _write_samples(
     with ExitStack() as stack:
         files = {name: stack.enter_context((folder / f"{name}.bin").open("wb")) for name in _FILES}
         skipped = stack.enter_context((folder / _SKIPPED).open("w"))
-        bar = tqdm(desc="Planning", unit=" records", dynamic_ncols=True, leave=False)
+        bar = progress_bar(desc="Planning", unit=" records", leave=False)
         stack.enter_context(bar)
         while batch := list(itertools.islice(records, _RECORDS_AT_ONCE)):
             for record, prompt in zip(batch, maker.make(batch), strict=True):

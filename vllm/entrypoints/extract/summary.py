@@ -6,13 +6,12 @@ import time
 from collections import Counter
 from collections.abc import Iterable
 
-from tqdm import tqdm
-
 from vllm.entrypoints.extract.plan import PlanTotals
 from vllm.entrypoints.extract.unit_queue import Progress
 from vllm.hidden_states.manifest import DatasetTotals
 from vllm.hidden_states.metadata import DatasetSettings
 from vllm.utils.mem_utils import format_bytes
+from vllm.utils.progress import progress_bar
 
 Lines = list[tuple[str, str]]
 
@@ -29,8 +28,8 @@ class ProgressBar:
         self._started = time.monotonic()
         self._first: tuple[float, Progress] | None = None
         """Time and progress when the first rows were written; engines are loaded from then on."""
-        self._bar = tqdm(
-            total=num_tokens, desc="Extracting", unit=" tokens", unit_scale=True, dynamic_ncols=True
+        self._bar = progress_bar(
+            total=num_tokens, desc="Extracting", unit=" tokens", unit_scale=True
         )
         self._progress = Progress()
 

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
-from tqdm import tqdm
 
 from vllm.config import set_current_vllm_config
 from vllm.logger import init_logger
@@ -29,6 +28,7 @@ from vllm.model_executor.models.interfaces import VllmModelForTextGeneration
 from vllm.model_executor.transformers_modules.choice import make_model
 from vllm.model_executor.utils import is_all_ours
 from vllm.utils.mem_utils import format_bytes
+from vllm.utils.progress import progress_bar
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -124,7 +124,7 @@ def load_checkpoint(
     ValueError names a weight that is missing, left over or of another shape, or a file that is
     missing or damaged.
     """
-    shown = tqdm(
+    shown = progress_bar(
         files, desc="Loading weights", unit="file", disable=not shows_progress(files, vllm_config)
     )
     weights = stored_weights(vllm_config.model_config, files, iterate(shown))
