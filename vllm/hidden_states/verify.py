@@ -140,7 +140,8 @@ def _verify_content(file: SampleFile, settings: DatasetSettings | None) -> Itera
             yield f"{file.path}: positions are not ascending token numbers of their samples"
     elif not torch.equal(row_offsets, token_offsets):
         yield f"{file.path}: {shape[0]} rows for {file.shape('token_ids')[0]} tokens"
-    for place in range(len(row_offsets) - 1):
+    # In a dataset the checksums say that everything is as it was written.
+    for place in range(len(row_offsets) - 1) if settings is None else ():
         try:
             file.sample(place, place)
         except Exception as error:  # whatever wrong metadata lead to
