@@ -7,13 +7,16 @@ import enum
 import math
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, get_type_hints
+from typing import Any, NamedTuple, NoReturn, get_type_hints
 
 import msgspec
 
 from vllm.exceptions import VLLMValidationError
+from vllm.utils.text import brief
 
 _GREEDY_BELOW_TEMPERATURE = 1e-5
+MAX_CHOICES = 16384
+"""Most continuations of one request."""
 ALL_LOGPROBS = -1
 """Value of ``logprobs`` and ``prompt_logprobs`` that requests the whole vocabulary."""
 
@@ -85,7 +88,7 @@ class SamplingParams(msgspec.Struct, kw_only=True):
         self.bad_words = _as_list(self.bad_words)
         self.logprobs = 1 if self.logprobs is True else self.logprobs
         self.prompt_logprobs = 1 if self.prompt_logprobs is True else self.prompt_logprobs
-        self.seed = None if self.seed == -1 else self.seed
+        self.seed = None if _is_integer(self.seed) and self.seed == -1 else self.seed
 
     @classmethod
     def from_optional(cls, **settings: Any) -> SamplingParams:
@@ -101,7 +104,7 @@ class SamplingParams(msgspec.Struct, kw_only=True):
                 options["logit_bias"] = {int(token): float(value) for token, value in bias.items()}
             except (AttributeError, TypeError, ValueError) as error:
                 raise ValueError(
-                    f"logit_bias={bias!r}: has to map token ids to numbers ({error})"
+                    f"logit_bias={brief(bias)}: has to map token ids to numbers ({error})"
                 ) from error
         return cls(**options)
 
@@ -150,9 +153,34 @@ class SamplingParams(msgspec.Struct, kw_only=True):
         fresh._all_stop_token_ids = set(self._all_stop_token_ids)
         return fresh
 
+    def checked_copy(self) -> SamplingParams:
+        """Return an independent copy, checked again: settings may be assigned at any time.
+
+        ValueError: a setting is wrong, or cannot be sent to another process.
+        """
+        checked = self.copy()
+        checked.__post_init__()
+        try:
+            message = msgspec.msgpack.encode(checked, enc_hook=_as_builtin)
+            return msgspec.msgpack.decode(message, type=SamplingParams)
+        except (TypeError, OverflowError, RecursionError, UnicodeError) as error:
+            raise VLLMValidationError(
+                f"sampling_params: {error}; extra_args have to consist of None, booleans, 64-bit "
+                "numbers, valid text, lists and dicts",
+                parameter="extra_args",
+            ) from None
+
     def clone(self) -> SamplingParams:
         """Return an independent copy."""
         return copy.deepcopy(self)
+
+
+def _as_builtin(value: object) -> object:
+    """Return the number or text of a subclass of the builtin types, such as numpy's float64."""
+    for kind in (float, int, str):
+        if isinstance(value, kind):
+            return kind(value)
+    raise TypeError(f"values of type {type(value).__name__} are not supported")
 
 
 def _as_list(value: Any) -> Any:
@@ -161,16 +189,33 @@ def _as_list(value: Any) -> Any:
     return list(value) if isinstance(value, tuple | set | frozenset) else value
 
 
+_MOST_IDS = 2**20
+"""More than any vocabulary has."""
+
+
+class _ListRule(NamedTuple):
+    item_type: type
+    most: int
+    most_bytes: int = 0
+
+    def __str__(self) -> str:
+        if self.item_type is int:
+            return f"a list of at most {self.most} token ids (integers >= 0)"
+        return (
+            f"a list of non-empty strings, at most {self.most} of together {self.most_bytes} bytes"
+        )
+
+
 _LISTS = {
-    "stop": (str, "non-empty strings"),
-    "bad_words": (str, "non-empty strings"),
-    "stop_token_ids": (int, "token ids (integers >= 0)"),
-    "allowed_token_ids": (int, "token ids (integers >= 0)"),
+    "stop": _ListRule(str, 256, 2**16),
+    "bad_words": _ListRule(str, 4096, 2**18),
+    "stop_token_ids": _ListRule(int, 4096),
+    "allowed_token_ids": _ListRule(int, _MOST_IDS),
 }
 _LARGEST = 1e15
 """Largest bias or penalty; logits stay finite with it at any temperature."""
 _RANGES: dict[str, tuple[float, float, str]] = {
-    "n": (1, math.inf, "at least 1"),
+    "n": (1, MAX_CHOICES, f"at least 1 and at most {MAX_CHOICES}"),
     "presence_penalty": (-2.0, 2.0, "in [-2, 2]"),
     "frequency_penalty": (-2.0, 2.0, "in [-2, 2]"),
     "repetition_penalty": (1 / _LARGEST, _LARGEST, "greater than 0 (1e-15 to 1e15)"),
@@ -188,7 +233,7 @@ _RANGES: dict[str, tuple[float, float, str]] = {
 
 
 def _fail(name: str, value: object, expected: str) -> NoReturn:
-    raise VLLMValidationError(f"{name}={value!r}: has to be {expected}", parameter=name)
+    raise VLLMValidationError(f"{name}={brief(value)}: has to be {expected}", parameter=name)
 
 
 def _is_integer(value: object) -> bool:
@@ -217,27 +262,35 @@ def _check_types(params: SamplingParams) -> None:
     for name, holds, expected in _CHECKED_FIELDS:
         if not holds(getattr(params, name)):
             _fail(name, getattr(params, name), expected)
-    for name, (item_type, items) in _LISTS.items():
-        _check_list(name, getattr(params, name), item_type, items)
+    for name, rule in _LISTS.items():
+        _check_list(name, getattr(params, name), rule)
     _check_mappings(params)
 
 
-def _check_list(name: str, values: object, item_type: type, items: str) -> None:
+def _check_list(name: str, values: object, rule: _ListRule) -> None:
     if values is None:
         return
-    if not isinstance(values, list):
-        _fail(name, values, f"a list of {items}")
+    if not isinstance(values, list) or len(values) > rule.most:
+        _fail(name, values, str(rule))
+    num_bytes = 0
     for value in values:
-        wrong = not isinstance(value, item_type) or isinstance(value, bool)
-        if wrong or value == "" or (item_type is int and value < 0):
-            _fail(name, values, f"a list of {items}; {value!r} is not one of them")
+        wrong = not isinstance(value, rule.item_type) or isinstance(value, bool)
+        if wrong or value == "" or (rule.item_type is int and value < 0):
+            _fail(name, values, f"{rule}; {brief(value)} is not one of them")
+        if isinstance(value, str):
+            try:
+                num_bytes += len(value.encode())
+            except UnicodeEncodeError:
+                _fail(name, values, f"{rule}; {brief(value)} is not valid text")
+    if num_bytes > rule.most_bytes:
+        _fail(name, values, f"{rule}; these have {num_bytes}")
 
 
 def _check_mappings(params: SamplingParams) -> None:
-    try:
-        params.output_kind = RequestOutputKind(params.output_kind)
-    except ValueError:
-        _fail("output_kind", params.output_kind, "a RequestOutputKind")
+    kind: object = params.output_kind
+    if not isinstance(kind, int) or kind not in list(RequestOutputKind):
+        _fail("output_kind", kind, "a RequestOutputKind")
+    params.output_kind = RequestOutputKind(kind)
     _check_logit_bias(params.logit_bias)
     extra: object = params.extra_args
     if extra is None:
@@ -252,15 +305,14 @@ def _check_mappings(params: SamplingParams) -> None:
 def _check_logit_bias(logit_bias: object) -> None:
     if logit_bias is None:
         return
-    if not isinstance(logit_bias, dict):
-        _fail("logit_bias", logit_bias, "a dict of token ids to numbers")
+    if not isinstance(logit_bias, dict) or len(logit_bias) > _MOST_IDS:
+        _fail("logit_bias", logit_bias, f"a dict of at most {_MOST_IDS} token ids to numbers")
     for token, bias in logit_bias.items():
         if not _is_integer(token) or token < 0:
-            _fail("logit_bias", logit_bias, f"keyed by token ids; {token!r} is not a token id")
+            _fail("logit_bias", logit_bias, f"keyed by token ids; {brief(token)} is not a token id")
         if not isinstance(bias, int | float) or not abs(bias) <= _LARGEST:
-            _fail(
-                "logit_bias", logit_bias, f"a dict of numbers of at most 1e15; {bias!r} is not one"
-            )
+            expected = f"a dict of numbers of at most 1e15; {brief(bias)} is not one"
+            _fail("logit_bias", logit_bias, expected)
 
 
 def _check_ranges(params: SamplingParams) -> None:

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from itertools import islice
 from numbers import Integral
 from typing import NamedTuple
 
 from vllm.utils.boundaries import NORM, LayerId
+from vllm.utils.text import brief
 
 CONVENTION = (
     "layer id i is the residual stream after i decoder layers: 0 is the embedding output, "
@@ -22,6 +24,8 @@ CONVENTION = (
 _NORM_CONVENTION = "; 'norm' is the state after the final norm, as the LM head reads it"
 Layers = str | int | Sequence[int | str]
 """The forms that :func:`resolve_layer_ids` takes."""
+MAX_LAYER_IDS = 1024
+"""Most ids of one request, with duplicates."""
 _DFLASH_DRAFT_LAYERS = 5
 
 
@@ -89,8 +93,12 @@ def resolve_layer_ids(spec: Layers, num_hidden_layers: int) -> tuple[LayerId, ..
         for item in layer_items(spec)
         for layer_id in _resolve_item(item, num_hidden_layers)
     ]
+    if len(layer_ids) > MAX_LAYER_IDS:
+        raise ValueError(f"layers={brief(spec)} names more than {MAX_LAYER_IDS} ids; name fewer")
     if not layer_ids:
-        raise ValueError(f"layers={spec!r} names no layer; use ids from 0 to {num_hidden_layers}")
+        raise ValueError(
+            f"layers={brief(spec)} names no layer; use ids from 0 to {num_hidden_layers}"
+        )
     return tuple(layer_ids)
 
 
@@ -107,10 +115,12 @@ def layer_items(spec: Layers) -> tuple[int | str, ...]:
     """Return the items of ``spec``, which can be hashed."""
     if isinstance(spec, str):
         return tuple(spec.split(","))
-    items = tuple(spec) if isinstance(spec, Iterable) else (spec,)
+    items = tuple(islice(spec, MAX_LAYER_IDS + 1)) if isinstance(spec, Iterable) else (spec,)
     for item in items:  # a cache of results would take True for 1
         if isinstance(item, bool) or not isinstance(item, Integral | str):
-            raise ValueError(f"layers: {item!r} is not a layer id; use whole numbers from 0 up")
+            raise ValueError(
+                f"layers: {brief(item)} is not a layer id; use whole numbers from 0 up"
+            )
     return items
 
 
@@ -129,7 +139,7 @@ def _resolve_item(item: int | str, last: int) -> Sequence[LayerId]:
         return _resolve_range(parts, last)
     except (ValueError, IndexError):
         raise ValueError(
-            f"layers: {text!r} does not exist in a model of {last} layers; use ids from 0 to "
+            f"layers: {brief(text)} does not exist in a model of {last} layers; use ids from 0 to "
             f"{last} (or -{last + 1} to -1), ranges like 0:{last + 1}:4, {', '.join(_NAMES)}"
         ) from None
 

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 PositionKind = Literal["all", "last", "every", "mask"]
+MAX_VALUES = 2**24
+"""Most positions of one prompt, or values of its mask."""
 _PLAIN_KINDS: dict[str, PositionKind] = {"all": "all", "last": "last", "mask": "mask"}
 
 
@@ -125,7 +127,14 @@ def positions_fit(
 
 
 def flat_array(value: Any, kinds: str) -> npt.NDArray[Any] | None:
-    """Return ``value`` as an array [values] of one of numpy's ``kinds``, or None if it is not."""
+    """Return ``value`` as an array [values] of one of numpy's ``kinds``, or None if it is not.
+
+    Raises ValueError for more than ``MAX_VALUES``, which are not copied.
+    """
+    if isinstance(value, range | list | tuple) and len(value) > MAX_VALUES:
+        raise ValueError(
+            f"{len(value)} positions or values of a mask: at most {MAX_VALUES} are read"
+        )
     try:
         array = np.asarray(value.cpu() if isinstance(value, torch.Tensor) else value)
     except (TypeError, ValueError, RuntimeError):

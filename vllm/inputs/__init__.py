@@ -14,6 +14,8 @@ from typing import (
     runtime_checkable,
 )
 
+from vllm.utils.text import brief
+
 
 class TextPrompt(TypedDict):
     """A prompt as text."""
@@ -114,7 +116,7 @@ def _parse_mapping(prompt: Mapping[str, Any]) -> ParsedPrompt:
     unknown = [key for key, value in prompt.items() if key not in _KEYS and value is not None]
     if unknown:
         raise ValueError(
-            f"prompt key {unknown[0]!r} is not supported: the supported keys are "
+            f"prompt key {brief(unknown[0])} is not supported: the supported keys are "
             + ", ".join(repr(key) for key in _KEYS)
         )
     text, ids, salt, embeds = (prompt.get(key) for key in _KEYS)
@@ -126,14 +128,17 @@ def _parse_mapping(prompt: Mapping[str, Any]) -> ParsedPrompt:
         raise ValueError('a prompt has "prompt_token_ids" or "prompt_embeds", not both')
     for key, value in (("prompt", text), ("cache_salt", salt)):
         if value is not None and not isinstance(value, str):
-            raise ValueError(f"{key!r} of a prompt is {value!r}: has to be a string")
+            raise ValueError(f"{key!r} of a prompt is {brief(value)}: has to be a string")
     return ParsedPrompt(text, None if ids is None else _token_ids(ids), salt, embeds)
 
 
 def _token_ids(value: Any) -> list[int]:
     """Return a list, tuple, array or tensor of integers as a list of plain ints."""
     if isinstance(value, _Array):
-        value = value.tolist()
+        try:
+            value = value.tolist()
+        except Exception as error:  # a tensor without data, for example
+            raise ValueError(f"token ids of type {type(value).__name__}: {error}") from None
     if not isinstance(value, list | tuple):
         raise ValueError(f"token ids of type {type(value).__name__}: has to be a list of integers")
     if all(type(token) is int for token in value):
@@ -146,6 +151,6 @@ def _token_ids(value: Any) -> list[int]:
             ids.append(operator.index(token))
         except TypeError:
             raise ValueError(
-                f"token id {token!r} at position {position} of the prompt is not an integer"
+                f"token id {brief(token)} at position {position} of the prompt is not an integer"
             ) from None
     return ids

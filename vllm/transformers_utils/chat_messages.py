@@ -6,6 +6,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
+from vllm.utils.text import brief
+
 ChatMessage: TypeAlias = dict[str, Any]
 """``role`` and ``content``, and whatever else the template reads (``tool_calls``, ...)."""
 
@@ -45,12 +47,12 @@ def check_messages(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
     names the message.
     """
     if not isinstance(messages, list | tuple) or not messages:
-        raise ValueError(f"messages={messages!r}: has to be a list of at least one message")
+        raise ValueError(f"messages={brief(messages)}: has to be a list of at least one message")
     checked = []
     for position, message in enumerate(messages):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise ValueError(
-                f'message {position} is {_brief(message)}: has to be a dict with a "role"'
+                f'message {position} is {brief(message)}: has to be a dict with a "role"'
             )
         copy = {key: value for key, value in message.items() if value is not None}
         try:
@@ -93,7 +95,7 @@ def _check_content(content: object) -> object:
     if isinstance(content, str):
         return content
     if not isinstance(content, list | tuple):
-        raise ValueError(f"content={_brief(content)}: has to be a string or a list of text parts")
+        raise ValueError(f"content={brief(content)}: has to be a string or a list of text parts")
     return [_check_part(part) for part in content] or ""
 
 
@@ -102,25 +104,25 @@ def _check_part(part: object) -> dict[str, Any]:
         return {"type": "text", "text": part}
     kind = part.get("type", "text") if isinstance(part, Mapping) else None
     if not isinstance(part, Mapping) or kind not in _TEXT_KINDS:
-        what = f"of type {kind!r}" if isinstance(kind, str) else _brief(part)
+        what = f"of type {brief(kind)}" if isinstance(kind, str) else brief(part)
         raise ValueError(
             f'a content part {what} is not supported: text only, {{"type": "text", "text": ...}}'
         )
     if not isinstance(part.get("text"), str):
-        raise ValueError(f'a content part {_brief(part)} has no text in "text"')
+        raise ValueError(f'a content part {brief(part)} has no text in "text"')
     return {**part, "type": "text"}
 
 
 def _check_calls(calls: object) -> list[dict[str, Any]]:
     if not isinstance(calls, list | tuple):
-        raise ValueError(f"tool_calls={_brief(calls)}: has to be a list")
+        raise ValueError(f"tool_calls={brief(calls)}: has to be a list")
     return [_check_call(call) for call in calls]
 
 
 def _check_call(call: object) -> dict[str, Any]:
     """Check one call. ValueError also for arguments that are a text, but not JSON."""
     if not isinstance(call, Mapping) or not isinstance(call.get("function"), Mapping):
-        raise ValueError(f'tool call {_brief(call)}: has to be a dict with a "function"')
+        raise ValueError(f'tool call {brief(call)}: has to be a dict with a "function"')
     arguments = call["function"].get("arguments")
     if isinstance(arguments, str) and arguments.strip():
         try:
@@ -144,9 +146,3 @@ def _write_call(call: Mapping[str, Any], form: CallForm) -> dict[str, Any]:
     if form.call == "flat":
         return {**{key: value for key, value in call.items() if key != "function"}, **function}
     return {**call, "function": function}
-
-
-def _brief(value: object, length: int = 200) -> str:
-    """Return a value as an error shows it: a client's image is not echoed whole."""
-    shown = repr(value)
-    return shown if len(shown) <= length else f"{shown[:length]}... ({len(shown)} characters)"

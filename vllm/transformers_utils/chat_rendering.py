@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import nullcontext
 from functools import cached_property, lru_cache
 from threading import Lock
@@ -21,6 +22,7 @@ from vllm.transformers_utils.chat_messages import (
 )
 from vllm.transformers_utils.chat_outline import Marked, Outline, mark_messages, read_outline
 from vllm.transformers_utils.tokenizer import TokenizerLike
+from vllm.utils.text import brief
 
 ContentFormat = Literal["auto", "string", "openai"]
 """The form of content for templates: one string, a list of parts, or the form that they read."""
@@ -146,6 +148,9 @@ class Rendering:
         check_content_format(content_format)
         self._tokenizer = tokenizer
         self._content_format = content_format
+        are_tools = isinstance(tools, list | tuple) and all(isinstance(x, Mapping) for x in tools)
+        if tools is not None and not are_tools:
+            raise ValueError(f"tools={brief(tools)}: has to be a list of dicts")
         self._tools = tools or None
         self._variables = variables
         self._asks = add_generation_prompt

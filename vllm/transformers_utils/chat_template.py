@@ -17,6 +17,7 @@ from vllm.transformers_utils.chat_rendering import (
     check_content_format,
 )
 from vllm.transformers_utils.tokenizer import TokenizerLike
+from vllm.utils.text import brief, check_text
 
 
 def load_chat_template(value: str | None) -> str | None:
@@ -39,7 +40,7 @@ def as_conversations(
 ) -> list[list[ChatMessage]]:
     """Return a list of conversations from one conversation or several."""
     if not isinstance(messages, list | tuple) or not messages:
-        raise ValueError(f"messages={messages!r}: has to be a list of at least one message")
+        raise ValueError(f"messages={brief(messages)}: has to be a list of at least one message")
     if isinstance(messages[0], Mapping):
         return [cast(list[ChatMessage], list(messages))]
     return [cast(list[ChatMessage], conversation) for conversation in messages]
@@ -67,6 +68,7 @@ def render_chat(
     The template writes the special tokens, so none are added.
     """
     text = chat_text(tokenizer, messages, **options)
+    check_text("the text of the messages", text)
     token_ids = tokenizer.encode(text, add_special_tokens=False, verbose=False)
     return {"prompt_token_ids": token_ids, "prompt": text}
 

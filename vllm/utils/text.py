@@ -5,11 +5,28 @@ from __future__ import annotations
 import difflib
 import hashlib
 import re
+import reprlib
 from collections.abc import Iterable
 
 _UNSAFE = re.compile(r"[^A-Za-z0-9._-]")
 _HASHED_ENDING = re.compile(r"-[0-9a-f]{16}$")
 _MAX_NAME_LENGTH = 160
+_BRIEF = reprlib.Repr()
+_BRIEF.maxstring = _BRIEF.maxother = _BRIEF.maxlong = 200
+_BRIEF.maxlist = _BRIEF.maxtuple = _BRIEF.maxset = _BRIEF.maxdict = 10
+
+
+def brief(value: object) -> str:
+    """Return ``repr(value)``; long texts and lists in it are cut, however large they are."""
+    return _BRIEF.repr(value)
+
+
+def check_text(name: str, text: str) -> None:
+    """Raise ValueError unless ``text`` can be encoded: a lone surrogate cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{name} is not valid text: {error}") from None
 
 
 def did_you_mean(name: str, candidates: Iterable[str]) -> str:

@@ -32,9 +32,8 @@ from vllm.entrypoints.openai.responses import (
 from vllm.entrypoints.openai.state import ServerState
 from vllm.inputs import ParsedPrompt
 from vllm.outputs import Logprob
+from vllm.sampling_params import MAX_CHOICES
 
-MAX_CHOICES = 16384
-"""Most continuations that one HTTP request may ask for in total."""
 MAX_QUICK_TOKENS = 4096
 """Prompts of at most this many token ids in total are checked on the event loop: a thread costs
 more."""

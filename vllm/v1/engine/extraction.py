@@ -34,6 +34,7 @@ from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.transformers_utils.chat_template import render_chat
 from vllm.utils.boundaries import LayerId
+from vllm.utils.text import brief
 from vllm.v1.engine import ExtractionSpec
 from vllm.v1.engine.input_processor import InputProcessor, ProcessedInput
 from vllm.v1.outputs import ExtractedRows
@@ -95,12 +96,12 @@ class Prepared(NamedTuple):
 
 def storage_dtype(value: object) -> str | None:
     """Return the name of a dtype in which rows can be delivered; None for the model's own."""
-    name = str(value).removeprefix("torch.")
-    if value is None or name == "auto":
+    if value is None or value == "auto":
         return None
+    name = str(value).removeprefix("torch.") if isinstance(value, str | torch.dtype) else ""
     name = "fp8" if name == "float8_e4m3fn" else name
     if name not in STORAGE_DTYPES:
-        raise ValueError(f"dtype={value!r}: use auto, {', '.join(STORAGE_DTYPES)}")
+        raise ValueError(f"dtype={brief(value)}: use auto, {', '.join(STORAGE_DTYPES)}")
     return name
 
 

@@ -16,6 +16,7 @@ from vllm.transformers_utils.tokenizer import (
     has_second_bos,
     is_certainly_longer,
 )
+from vllm.utils.text import brief, check_text
 from vllm.v1.engine import EngineCoreRequest
 
 if TYPE_CHECKING:
@@ -68,21 +69,25 @@ class InputProcessor:
         arrival_time: float | None = None,
         priority: int = 0,
     ) -> ProcessedInput:
-        """Tokenise and check one request. Neither ``prompt`` nor ``params`` is changed."""
+        """Tokenise and check one request. Neither ``prompt`` nor ``params`` is changed.
+
+        All checks are here: a wrong value that reached a step would fail the step's other requests.
+        """
         if not isinstance(external_id, str):
-            raise ValueError(f"request_id={external_id!r}: has to be a string")
+            raise ValueError(f"request_id={brief(external_id)}: has to be a string")
         if not isinstance(params, SamplingParams):
             raise ValueError(
                 f"sampling_params of type {type(params).__name__}: has to be SamplingParams"
             )
         value: object = priority
         if not isinstance(value, Integral) or not -(2**63) <= int(value) < 2**63:
-            raise ValueError(f"priority={value!r}: has to be a 64-bit integer")
+            raise ValueError(f"priority={brief(value)}: has to be a 64-bit integer")
         if priority and self._scheduling_policy != "priority":
             raise ValueError(
                 f"priority={priority}: has no effect with scheduling_policy="
                 f'"{self._scheduling_policy}"; leave it out, or start the engine with "priority"'
             )
+        params = params.checked_copy()
         if params.max_tokens == 0 and not self._extracts:
             raise VLLMValidationError(
                 "max_tokens=0: has to be at least 1, unless the engine extracts hidden states "
@@ -110,6 +115,8 @@ class InputProcessor:
         arrived = time.time() if arrival_time is None else arrival_time
         parsed, embeds = parse_prompt(prompt), b""
         salt = parsed.cache_salt
+        for name, value in (("request_id", external_id), ("cache_salt", salt)):
+            check_text(name, value or "")
         if parsed.embeds is None:
             keep, token_ids = params.truncate_prompt_tokens, parsed.token_ids
             if token_ids is None:
@@ -147,10 +154,7 @@ class InputProcessor:
         tokenizer = self.need_tokenizer("the prompt is text")
         if not text:
             raise ValueError("the prompt is empty: at least one character or token id is needed")
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise ValueError(f"the prompt is not valid text: {error}") from error
+        check_text("the prompt", text)
         limit = self._max_model_len
         if not may_be_long and is_certainly_longer(tokenizer, text, limit):
             raise too_long(
@@ -219,20 +223,18 @@ class InputProcessor:
             )
 
     def _resolve(self, params: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
-        """Copy the settings, and fill in everything that depends on model and tokenizer."""
+        """Check the settings, and fill in everything that depends on model and tokenizer."""
         self._check_model_limits(params)
-        resolved = params.copy()
         room = self._max_model_len - num_prompt_tokens
-        resolved.max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
-        resolved.update_from_generation_config({}, self._eos_token_ids)
-        if params.bad_words:
-            resolved.set_bad_words_token_ids(self._tokenize_bad_words(params.bad_words))
-        self._check_some_token_is_possible(resolved)
-        return resolved
+        params.max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+        params.update_from_generation_config({}, self._eos_token_ids)
+        params.set_bad_words_token_ids(self._tokenize_bad_words(params.bad_words or []))
+        self._check_some_token_is_possible(params)
+        return params
 
     def _check_model_limits(self, params: SamplingParams) -> None:
         if params.stop:
-            self.need_tokenizer(f"stop={params.stop!r} is found in text")
+            self.need_tokenizer(f"stop={brief(params.stop)} is found in text")
         most = self._vocab_size if self._max_logprobs == ALL_LOGPROBS else self._max_logprobs
         for name in ("logprobs", "prompt_logprobs"):
             count = getattr(params, name)
@@ -253,18 +255,19 @@ class InputProcessor:
 
     def _tokenize_bad_words(self, bad_words: list[str]) -> list[list[int]]:
         """Tokenise each word in the spelling at the start of a text and in that after a space."""
-        tokenizer = self.need_tokenizer(f"bad_words={bad_words!r} are text")
-        sequences: list[list[int]] = []
+        if not bad_words:
+            return []
+        tokenizer = self.need_tokenizer(f"bad_words={brief(bad_words)} are text")
+        sequences: dict[tuple[int, ...], None] = {}
         for word in bad_words:
             for spelling in (word.lstrip(), " " + word.lstrip()):
                 ids = tokenizer.encode(spelling, add_special_tokens=False, verbose=False)
                 if not ids or max(ids) >= self._vocab_size:
                     raise ValueError(
-                        f"bad_words: {word!r} is not made of tokens that the model knows"
+                        f"bad_words: {brief(word)} is not made of tokens that the model knows"
                     )
-                if ids not in sequences:
-                    sequences.append(ids)
-        return sequences
+                sequences[tuple(ids)] = None
+        return [list(ids) for ids in sequences]
 
     def _check_some_token_is_possible(self, params: SamplingParams) -> None:
         if params.allowed_token_ids is None:
@@ -274,7 +277,7 @@ class InputProcessor:
             banned |= params.all_stop_token_ids
         if banned.issuperset(params.allowed_token_ids):
             raise ValueError(
-                f"allowed_token_ids={params.allowed_token_ids}: all of them are excluded by "
+                f"allowed_token_ids={brief(params.allowed_token_ids)}: all of them are excluded by "
                 "bad_words, or are stop tokens while min_tokens is above 0"
             )
 

@@ -12,7 +12,7 @@ from pydantic import Strict, StrictBool
 
 from vllm.logger import init_logger
 from vllm.utils.checked import FolderPath, at_least, config, require_at_first
-from vllm.utils.text import safe_name
+from vllm.utils.text import brief, safe_name
 
 logger = init_logger(__name__)
 
@@ -74,15 +74,17 @@ class HiddenStatesOptions:
         name = os.path.basename(path)
         is_path = "\0" not in path and _can_be_named(path)
         if not is_path or name in ("", ".", "..") or os.path.isdir(path):
-            raise ValueError(f"hidden_states_path={path!r} is not the path of a file")
+            raise ValueError(f"hidden_states_path={brief(path)} is not the path of a file")
         if name.endswith(".lock"):
-            raise ValueError(f"hidden_states_path={path!r}: names that end in .lock are for locks")
+            raise ValueError(
+                f"hidden_states_path={brief(path)}: names that end in .lock are for locks"
+            )
         folder = os.path.realpath(self.shared_storage_path)
         inside = os.path.realpath(path).startswith(os.path.join(folder, ""))
         if self.allow_custom_save_path == "inside" and not inside:
             raise ValueError(
-                f"hidden_states_path={path!r} lies outside shared_storage_path={folder!r}; choose "
-                "a path inside it (allow_custom_save_path=true would allow any)"
+                f"hidden_states_path={brief(path)} lies outside shared_storage_path={folder!r}; "
+                "choose a path inside it (allow_custom_save_path=true would allow any)"
             )
 
     def warn_of_any_path(self) -> None:

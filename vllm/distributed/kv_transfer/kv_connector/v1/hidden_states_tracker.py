@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_options import HiddenStatesOptions
 from vllm.logger import init_logger
-from vllm.utils.text import did_you_mean
+from vllm.utils.text import brief, did_you_mean
 from vllm.v1.core.block_pool import NULL_BLOCK
 from vllm.v1.request import RequestStatus
 
@@ -129,11 +129,11 @@ class RowTracker:
         if params is None:
             return
         if not isinstance(params, Mapping):
-            raise ValueError(f"kv_transfer_params={params!r} must be an object")
+            raise ValueError(f"kv_transfer_params={brief(params)} must be an object")
         _check_spelling(params)
         include_output = params.get("include_output_tokens", False)
         if not isinstance(include_output, bool):
-            raise ValueError(f"include_output_tokens={include_output!r} must be true or false")
+            raise ValueError(f"include_output_tokens={brief(include_output)} must be true or false")
         custom = params.get("hidden_states_path")
         if custom is None:
             return
@@ -144,14 +144,14 @@ class RowTracker:
             )
             return
         if not isinstance(custom, str):
-            raise ValueError(f"hidden_states_path={custom!r} must be a string")
+            raise ValueError(f"hidden_states_path={brief(custom)} must be a string")
         path = self._options.save_path(request.request_id, params)
         self._options.check_save_path(path)
         real_path = os.path.realpath(path)  # one file has many spellings
         other = self._custom_paths.get(real_path)
         if other is not None and not other.is_finished():
             raise ValueError(
-                f"hidden_states_path={path!r} is being written by another request "
+                f"hidden_states_path={brief(path)} is being written by another request "
                 f"({other.request_id}); give each request its own path"
             )
         self._custom_paths[real_path] = request
@@ -244,4 +244,4 @@ def _check_spelling(params: Mapping[str, Any]) -> None:
     for key in params:
         near = "" if key in _PARAMS else did_you_mean(str(key), _PARAMS)
         if near:
-            raise ValueError(f"kv_transfer_params has no key {key!r}{near}")
+            raise ValueError(f"kv_transfer_params has no key {brief(key)}{near}")
