@@ -50,6 +50,17 @@ def test_defaults_are_upstreams() -> None:
         ({"logit_bias": {1: -1e37}}, "numbers of at most 1e15; -1e+37 is not one"),
         ({"repetition_penalty": 1e-40}, "repetition_penalty=1e-40: has to be greater than 0 "),
         ({"bad_words": "word"}, "bad_words='word': has to be a list"),
+        ({"bad_words": ["w"] * 4097}, "at most 4096 of together 262144 bytes"),
+        ({"bad_words": ["ü" * 2**17, "w"]}, "of together 262144 bytes; these have 262145"),
+        ({"stop": ["s"] * 257}, "at most 256 of together 65536 bytes"),
+        ({"stop": "s" * 65537}, "of together 65536 bytes; these have 65537"),
+        (
+            {"stop": ["\ud800"]},
+            "strings, at most 256 of together 65536 bytes; '\\ud800' is not valid text",
+        ),
+        ({"stop_token_ids": [0] * 4097}, "at most 4096 token ids"),
+        ({"allowed_token_ids": [0] * (2**20 + 1)}, "at most 1048576 token ids"),
+        ({"n": 16385, "temperature": 1.0}, "n=16385: has to be at least 1 and at most 16384"),
         ({"ignore_eos": 1}, "ignore_eos=1: has to be True or False"),
         ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens=0"),
         ({"output_kind": 9}, "output_kind=9"),
@@ -105,3 +116,23 @@ def test_crosses_processes() -> None:
     params.set_bad_words_token_ids([[1, 2]])
     packed = msgspec.msgpack.encode(params)
     assert msgspec.msgpack.decode(packed, type=SamplingParams) == params
+
+
+def test_errors_show_the_beginning_of_a_long_value() -> None:
+    with pytest.raises(ValueError, match="bad_words=") as caught:
+        SamplingParams(bad_words=["x" * 10**6] * 4096)
+    assert len(str(caught.value)) < 4000
+
+
+def test_a_checked_copy_is_independent_and_checked() -> None:
+    params = SamplingParams(stop=["s"], extra_args={"a": [1]})
+    copied = params.checked_copy()
+    assert copied == params
+    params.temperature, params.stop[0] = float("nan"), "t"  # type: ignore[index]
+    params.extra_args["a"].append(object())  # type: ignore[index]
+    assert copied == SamplingParams(stop=["s"], extra_args={"a": [1]})
+    with pytest.raises(ValueError, match="temperature=nan"):
+        params.checked_copy()
+    params.temperature = 1.0
+    with pytest.raises(ValueError, match="type object are not supported; extra_args have to"):
+        params.checked_copy()

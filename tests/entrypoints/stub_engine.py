@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from vllm.transformers_utils.tokenizer import TokenizerLike, load_tokenizer
 from vllm.v1.engine import EngineCoreOutput, FinishReason
 from vllm.v1.engine.input_processor import InputProcessor, ProcessedInput
 from vllm.v1.engine.output_processor import OutputProcessor
+from vllm.v1.engine.renderer_threads import RendererThreads
 
 Script = Callable[[str], Sequence[EngineCoreOutput]]
 """Request id of the core -> its outputs."""
@@ -51,7 +51,7 @@ class StubEngine:
         self.tokenizer, reason = load_tokenizer(self.model_config)
         self.input_processor = InputProcessor(self.vllm_config, self.tokenizer, reason)
         self.output_processor = OutputProcessor(self.tokenizer)
-        self.renderer = ThreadPoolExecutor(1)
+        self.renderer = RendererThreads(1)
         self.script = script
         self.errored = False
         self.gate = asyncio.Event()

@@ -74,9 +74,9 @@ def test_many_prompts_are_not_checked_on_the_event_loop(
     calls: list[object] = []
     beside_loop = ServerState.beside_loop
 
-    async def counted(state: ServerState, function: Any, *arguments: object) -> Any:
-        calls.append(function)
-        return await beside_loop(state, function, *arguments)
+    async def counted(state: ServerState, *arguments: Any) -> Any:
+        calls.append(arguments)
+        return await beside_loop(state, *arguments)
 
     monkeypatch.setattr(ServerState, "beside_loop", counted)
     for num_prompts, num_tokens, expected in ((1, 400, 0), (8, 400, 0), (400, 1, 1), (11, 400, 1)):

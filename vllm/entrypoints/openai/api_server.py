@@ -166,10 +166,10 @@ async def render_chat_completion(state: State, request: Request, body: ChatBody)
 
 
 @router.post("/tokenize", **_takes(TokenizeRequest))
-async def tokenize_text(state: State, body: TokenizeBody) -> TokenizeResponse:
+async def tokenize_text(state: State, request: Request, body: TokenizeBody) -> TokenizeResponse:
     """Return token ids of a text or of a conversation."""
     state.check_model(body.model)
-    return await state.beside_loop(_tokenize, state, body)
+    return await state.beside_loop(request, _tokenize, state, body)
 
 
 def _tokenize(state: ServerState, body: TokenizeRequest) -> TokenizeResponse:
@@ -193,11 +193,13 @@ def _tokenize(state: ServerState, body: TokenizeRequest) -> TokenizeResponse:
 
 
 @router.post("/detokenize", **_takes(DetokenizeRequest))
-async def detokenize_ids(state: State, body: DetokenizeBody) -> DetokenizeResponse:
+async def detokenize_ids(
+    state: State, request: Request, body: DetokenizeBody
+) -> DetokenizeResponse:
     """Return the text of token ids, with special tokens; ids without a token give no text."""
     state.check_model(body.model)
     token_ids = [one for one in body.tokens if one <= MAX_TOKEN_ID]
-    text = await state.beside_loop(lambda: state.decode(token_ids))
+    text = await state.beside_loop(request, lambda: state.decode(token_ids))
     return DetokenizeResponse(prompt=text)
 
 

@@ -66,8 +66,9 @@ class ServerSettings:
     api_server_count: Count = 1
     """Factor for the number of tokeniser threads: there are api_server_count times
     renderer_num_workers threads. There is always one HTTP process."""
-    renderer_num_workers: Count = 1
-    """Threads that tokenise and render templates, in addition to the event loop."""
+    renderer_num_workers: Count = 2
+    """Threads that tokenise and render templates, in addition to the event loop. Requests above
+    64 KiB never take all of them, unless there is only one."""
     shutdown_timeout: Annotated[float, at_least(0), FINITE] = 30.0
     """Time for running requests to finish after SIGTERM or SIGINT; a second signal ends the server
     at once."""

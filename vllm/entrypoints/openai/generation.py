@@ -46,6 +46,7 @@ from vllm.outputs import CompletionOutput, Logprob, PromptLogprobs, RequestOutpu
 from vllm.utils.async_utils import merge_async_iterators
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.input_processor import ProcessedInput
+from vllm.v1.engine.renderer_threads import LONG_BYTES
 
 logger = init_logger(__name__)
 
@@ -131,10 +132,10 @@ class Generation(ABC, Generic[BodyT]):
 
     async def prepare(self) -> None:
         """Tokenise and check everything; raises ValueError or ApiError if it cannot be served."""
-        if self.is_quick:
+        if self.is_quick and len(await self._request.body()) <= LONG_BYTES:
             self._prepare()
         else:
-            await self.state.beside_loop(self._prepare)
+            await self.state.beside_loop(self._request, self._prepare)
 
     def _prepare(self) -> None:
         options = self.wanted()

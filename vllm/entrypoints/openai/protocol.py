@@ -24,6 +24,8 @@ logger = init_logger(__name__)
 MAX_NAMES_LOGGED = 200
 """Most names of unknown fields in the log of a server, because clients choose them."""
 MAX_ERRORS_TOLD = 20
+MAX_MESSAGES = 16384
+MAX_TOOLS = 1024
 _names_logged: set[str] = set()
 
 
@@ -205,7 +207,7 @@ class CompletionRequest(GenerationBody):
 class ChatFields(Described):
     """Options for making a prompt of a conversation."""
 
-    tools: list[dict[str, Any]] | None = None
+    tools: Annotated[list[dict[str, Any]], Field(max_length=MAX_TOOLS)] | None = None
     add_generation_prompt: bool | None = None
     """End the prompt with the beginning of an assistant message; true by default."""
     continue_final_message: bool | None = None
@@ -216,7 +218,10 @@ class ChatFields(Described):
     """Variables for the chat template."""
 
 
-Messages = Annotated[list[Annotated[Message, AfterValidator(_need_content)]], Field(fail_fast=True)]
+Messages = Annotated[
+    list[Annotated[Message, AfterValidator(_need_content)]],
+    Field(fail_fast=True, max_length=MAX_MESSAGES),
+]
 
 
 class ChatCompletionRequest(ChatFields, GenerationBody):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import time
 from collections.abc import Callable, Sequence
@@ -42,10 +41,12 @@ class ServerState:
     started_seconds: int = field(default_factory=lambda: int(time.time()))
     """Unix time of the start."""
 
-    async def beside_loop(self, function: Callable[..., T], *arguments: object) -> T:
+    async def beside_loop(
+        self, request: Request, function: Callable[..., T], *arguments: object
+    ) -> T:
         """Call ``function(*arguments)`` on a thread for tokenising and rendering."""
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self.engine.renderer, function, *arguments)
+        num_bytes = len(await request.body())
+        return await self.engine.renderer.run(num_bytes, function, *arguments)
 
     def check_model(self, name: str | None) -> None:
         """Raise ApiError if no such model is served. Requests may leave the name out."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 from collections.abc import (
     AsyncGenerator,
@@ -13,7 +14,6 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from functools import partial
 from itertools import count
@@ -50,6 +50,7 @@ from vllm.v1.engine.extraction import (
 )
 from vllm.v1.engine.front_end import EngineFrontEnd
 from vllm.v1.engine.input_processor import ProcessedInput
+from vllm.v1.engine.renderer_threads import RendererThreads
 
 if TYPE_CHECKING:
     import torch
@@ -143,12 +144,12 @@ class AsyncLLM(EngineFrontEnd):
         vllm_config: VllmConfig,
         *,
         handle: CoreHandle | None = None,
-        num_renderer_threads: int = 1,
+        num_renderer_threads: int = 2,
     ) -> None:
         self._handle = handle or CoreHandle()
         self._handle.configure(vllm_config)
         super().__init__(vllm_config)
-        self.renderer = ThreadPoolExecutor(num_renderer_threads, thread_name_prefix="renderer")
+        self.renderer = RendererThreads(num_renderer_threads)
         """Threads for everything that tokenises or renders templates."""
         self.stats = EngineStats()
         self.started = CoreStarted()
@@ -222,7 +223,7 @@ class AsyncLLM(EngineFrontEnd):
             client.abandon()
         else:
             await client.close()
-        self.renderer.shutdown(wait=False, cancel_futures=True)
+        self.renderer.shutdown()
 
     def _end_streams(self, reason: str) -> None:
         for stream in self._streams.values():
@@ -263,9 +264,9 @@ class AsyncLLM(EngineFrontEnd):
         file. ValueError: the request cannot be served. EngineDeadError: the core ended.
         """
         await self.start()
-        loop = asyncio.get_running_loop()
-        processed = await loop.run_in_executor(
-            self.renderer,
+        text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
+        processed = await self.renderer.run(
+            len(text) if isinstance(text, str) else 0,
             lambda: self.input_processor.process(
                 request_id, prompt, sampling_params, priority=priority
             ),
@@ -336,7 +337,7 @@ class AsyncLLM(EngineFrontEnd):
 
     async def _prepare_extraction(self, call: _ExtractCall) -> Prepared | None:
         request_id = f"extract-{next(self._extraction_numbers)}"
-        run = partial(asyncio.get_running_loop().run_in_executor, self.renderer)
+        run = partial(self.renderer.run, sys.maxsize)  # the prompts are of any size
         if call.source is None:
             return await run(call.feed.prepare_next, request_id)
         try:
