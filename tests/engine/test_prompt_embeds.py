@@ -133,11 +133,22 @@ def test_penalties_know_output_tokens_only(checkpoint: Checkpoint) -> None:
         assert len(output.outputs[0].token_ids) == 12
 
 
+def test_a_negated_view_is_its_values(checkpoint: Checkpoint) -> None:
+    with engine(checkpoint("llama"), max_model_len=64, **ON) as llm:
+        values = -torch.randn(4, 72)
+        views = [values, torch._neg_view(-values), torch.cat([values] * 2, 1)[:, :72]]
+        prompts: list[Any] = [{"prompt_embeds": view} for view in views]
+        first, *others = rows(llm.extract(prompts, [0, -1]))
+        assert all(torch.equal(first, other) for other in others)
+
+
 def test_what_is_no_prompt_is_refused(checkpoint: Checkpoint) -> None:
     good = torch.ones(4, 72)
     with engine(checkpoint("llama"), max_model_len=64, **ON) as llm:
         nan, wide = good.clone(), torch.full((2, 72), 1e38)
         nan[2, 5] = float("nan")
+        shrunk = good.clone()
+        shrunk.untyped_storage().resize_(16)
         for value, problem in {
             "of type list": [[1.0] * 72],
             r"shape \(4, 71\)": good[:, :71],
@@ -149,6 +160,9 @@ def test_what_is_no_prompt_is_refused(checkpoint: Checkpoint) -> None:
             "row of token 2 is not finite": nan,
             "sparse": good.to_sparse(),
             "on meta": good.to("meta"),
+            "complex64": good.to(torch.complex64),
+            "strided, on cpu: has to be a dense tensor": torch.nested.nested_tensor([good]),
+            "on cpu: has to be a dense tensor with all its values": shrunk,
         }.items():
             with pytest.raises(ValueError, match=value):
                 llm.generate({"prompt_embeds": problem}, greedy(), use_tqdm=False)

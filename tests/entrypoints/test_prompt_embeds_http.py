@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from tests.engine.harness import random_prompts
 from tests.entrypoints.live_server import live_server
+from vllm.inputs.prompt_embeds import read_embeds
 
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 7, "return_token_ids": True}
 
@@ -88,13 +90,79 @@ def test_what_is_no_tensor_is_refused(
     assert "prompt_logprobs=1 with prompt_embeds" in logprobs
 
 
-def test_an_archive_that_grows_is_not_unpacked(embedding: httpx.Client) -> None:
+def archive(content: dict[str, bytes], compression: int = zipfile.ZIP_STORED) -> bytes:
     buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
-        archive.writestr("archive/data.pkl", b"\0" * (64 << 20))
-    bomb = base64.b64encode(buffer.getvalue()).decode()
+    with zipfile.ZipFile(buffer, "w", compression) as file:
+        for name, data in content.items():
+            file.writestr(f"archive/{name}", data)
+    return buffer.getvalue()
+
+
+def contents(value: Any) -> dict[str, bytes]:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    with zipfile.ZipFile(buffer) as file:
+        return {name.partition("/")[2]: file.read(name) for name in file.namelist()}
+
+
+def in_base64(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+def test_an_archive_that_grows_is_not_unpacked(embedding: httpx.Client) -> None:
+    bomb = in_base64(archive({"data.pkl": b"\0" * (64 << 20)}, zipfile.ZIP_DEFLATED))
     assert len(bomb) < 200_000
-    assert "unpacks to 67108864 bytes" in refused(embedding, prompt_embeds=bomb)
+    assert "the archive is compressed" in refused(embedding, prompt_embeds=bomb)
+
+
+def test_entries_that_share_their_bytes(embedding: httpx.Client) -> None:
+    """A directory that names one range of bytes many times claims more than the archive has."""
+    buffer = io.BytesIO(archive({"data.pkl": b"\0" * 50_000}))
+    with zipfile.ZipFile(buffer, "a") as file:
+        file.filelist += file.filelist * 200
+        file._didModify = True  # type: ignore[attr-defined]
+    assert "claims to hold 10050000" in refused(
+        embedding, prompt_embeds=in_base64(buffer.getvalue())
+    )
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (torch.ones(1, 72).expand(500, 72), r"\(500, 72\) was saved with 72 values"),
+        (torch.ones(3, 72).to_sparse(), "_rebuild_sparse_tensor is not part"),
+        (torch.ones(3, 72).to_sparse_csr(), "is not part of a dense tensor"),
+        (torch.quantize_per_tensor(torch.ones(3, 72), 0.1, 0, torch.qint8), "is not part"),
+        (torch.ones(3, 72, dtype=torch.complex64), "torch.ComplexFloatStorage is not part"),
+        (torch.ones(3, 72, dtype=torch.float64), "torch.DoubleStorage is not part"),
+        (torch.ones(3, 72, device="meta"), "is not part"),
+        (torch.nested.nested_tensor([torch.ones(3, 72)]), "is not part"),
+        ({"a": torch.ones(3, 72)}, "holds a dict"),
+        (torch.ones(3, 72).tolist(), "holds a list"),
+        (np.ones((3, 72)), "is not part"),
+    ],
+)
+def test_only_dense_tensors_are_read(value: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        read_embeds(encoded(value))
+
+
+def test_a_tensor_never_has_more_than_its_archive() -> None:
+    content = contents(torch.ones(3, 72))
+    short = {**content, "data/0": content["data/0"][: 72 * 4]}
+    with pytest.raises(ValueError, match="out of bounds"):
+        read_embeds(in_base64(archive(short)))
+    build = content["data.pkl"].replace(b"Rq\x0b.", b"R}b.")
+    assert build != content["data.pkl"]
+    with pytest.raises(ValueError, match="not a tensor saved by"):
+        read_embeds(in_base64(archive({**content, "data.pkl": build})))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_dense_tensors_are_read(dtype: torch.dtype) -> None:
+    value = torch.randn(5, 144, dtype=dtype)
+    for one in (value, value[1:4, ::2], value.T, torch.nn.Parameter(value), value[:0]):
+        assert torch.equal(read_embeds(encoded(one)), one)
 
 
 def test_it_is_off_by_default(http: httpx.Client) -> None:

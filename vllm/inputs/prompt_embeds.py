@@ -5,17 +5,19 @@ from __future__ import annotations
 import base64
 import hashlib
 import io
+import pickle
 import zipfile
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
 
-_OVERHEAD_BYTES = 64 << 10
-"""Most bytes of an archive besides the values."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_DTYPE_NAMES = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
 
 
 class PackedEmbeds(NamedTuple):
@@ -38,10 +40,10 @@ def pack_prompt_embeds(value: Any, model_config: ModelConfig) -> PackedEmbeds:
     hidden_size, limit = model_config.get_hidden_size(), model_config.max_model_len
     if not isinstance(value, torch.Tensor):
         raise ValueError(f"prompt_embeds of type {type(value).__name__}: has to be a torch.Tensor")
-    if value.layout is not torch.strided or value.is_meta or value.dtype not in DTYPES:
+    if not _is_plain(value):
         raise ValueError(
             f"prompt_embeds of {value.dtype}, {value.layout}, on {value.device}: has to be a dense "
-            f"tensor of {', '.join(str(dtype).removeprefix('torch.') for dtype in DTYPES)}"
+            f"tensor with all its values, of {_DTYPE_NAMES}"
         )
     if value.dim() != 2 or value.shape[1] != hidden_size:
         raise ValueError(
@@ -53,7 +55,7 @@ def pack_prompt_embeds(value: Any, model_config: ModelConfig) -> PackedEmbeds:
             f"prompt_embeds of {len(value)} tokens: has to be at least 1 and at most "
             f"max_model_len={limit}"
         )
-    rows = value.detach().to("cpu", model_config.dtype).contiguous()
+    rows = value.detach().resolve_neg().to("cpu", model_config.dtype).contiguous()
     if not rows.isfinite().all():
         token = int((~rows.isfinite()).any(1).nonzero()[0])
         name = str(model_config.dtype).removeprefix("torch.")
@@ -62,30 +64,30 @@ def pack_prompt_embeds(value: Any, model_config: ModelConfig) -> PackedEmbeds:
     return PackedEmbeds(len(rows), data, hashlib.sha256(data).hexdigest())
 
 
-def read_embeds(text: str, model_config: ModelConfig) -> torch.Tensor:
+def _is_plain(value: torch.Tensor) -> bool:
+    """Return whether a tensor is dense, of a supported dtype, and has all of its values."""
+    if value.layout is not torch.strided or value.is_meta or value.is_nested:
+        return False
+    end = value.storage_offset() + sum(
+        (size - 1) * step for size, step in zip(value.shape, value.stride(), strict=True)
+    )
+    is_whole = not value.numel() or end < value.untyped_storage().nbytes() // value.itemsize
+    return is_whole and value.dtype in DTYPES
+
+
+def read_embeds(text: str) -> torch.Tensor:
     """Read a tensor that ``torch.save`` wrote, in base64, as clients of the HTTP API send it.
 
-    No code in it is run, and data larger than any prompt are not unpacked. Raises ValueError if
-    ``text`` is not such a tensor.
+    No code in it is run, and it does not grow: the archive is not compressed, and its tensor has
+    no more values than the archive. Raises ValueError if ``text`` is not such a tensor.
     """
-    largest = max(dtype.itemsize for dtype in DTYPES)
-    limit = model_config.max_model_len * model_config.get_hidden_size() * largest + _OVERHEAD_BYTES
     try:
         data = base64.b64decode(text, validate=True)
     except ValueError as error:
         raise ValueError(f"prompt_embeds is not base64: {error}") from error
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
-            num_bytes = sum(entry.file_size for entry in archive.infolist())
-    except (zipfile.BadZipFile, ValueError, NotImplementedError) as error:
-        raise ValueError(f"prompt_embeds is not a tensor saved by torch.save: {error}") from error
-    if num_bytes > limit:
-        raise ValueError(
-            f"prompt_embeds unpacks to {num_bytes} bytes: a prompt of "
-            f"max_model_len={model_config.max_model_len} tokens has at most {limit}"
-        )
-    try:
-        loaded = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+            loaded = _read_archive(archive, len(data))
     except Exception as error:  # whatever a damaged archive leads to
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ValueError(f"prompt_embeds is not a tensor saved by torch.save: {reason}") from error
@@ -94,6 +96,72 @@ def read_embeds(text: str, model_config: ModelConfig) -> torch.Tensor:
             f"prompt_embeds holds a {type(loaded).__name__}: has to be a tensor, saved by itself"
         )
     return loaded
+
+
+def _read_archive(archive: zipfile.ZipFile, most_bytes: int) -> object:
+    entries = {entry.filename.partition("/")[2]: entry for entry in archive.infolist()}
+    if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries.values()):
+        raise ValueError("the archive is compressed")
+    num_bytes = sum(entry.file_size for entry in archive.infolist())
+    if num_bytes > most_bytes:
+        raise ValueError(f"the archive of {most_bytes} bytes claims to hold {num_bytes}")
+    contents = {name: archive.read(entry) for name, entry in entries.items()}
+    if contents.get("byteorder", b"little") != b"little":
+        raise ValueError("it was saved in big-endian byte order")
+    return _TensorReader(contents).load()
+
+
+def _rebuild_tensor(
+    storage: torch.Tensor, offset: int, size: Sequence[int], stride: Sequence[int], *_: object
+) -> torch.Tensor:
+    tensor = storage.as_strided(size, stride, offset)
+    if tensor.numel() > storage.numel():
+        raise ValueError(
+            f"the tensor of shape {tuple(size)} was saved with {storage.numel()} values; save a "
+            "contiguous one"
+        )
+    return tensor
+
+
+_KNOWN = {
+    "collections.OrderedDict": OrderedDict,
+    "torch._utils._rebuild_tensor_v2": _rebuild_tensor,
+    "torch._utils._rebuild_parameter": lambda tensor, *_: tensor,
+    "torch.FloatStorage": torch.float32,
+    "torch.BFloat16Storage": torch.bfloat16,
+    "torch.HalfStorage": torch.float16,
+}
+
+
+# The class in C would allocate as much memory as an index in the pickle says.
+class _TensorReader(pickle._Unpickler):
+    """Unpickles dense tensors. torch.load may read another directory of the archive than zipfile,
+    and unpickles tensors that grow."""
+
+    dispatch: ClassVar[dict[int, Any]] = {
+        code: load for code, load in pickle._Unpickler.dispatch.items() if code != pickle.BUILD[0]
+    }
+    """All operations but that which sets attributes of objects."""
+
+    def __init__(self, contents: dict[str, bytes]) -> None:
+        super().__init__(io.BytesIO(contents["data.pkl"]))
+        self._contents = contents
+        self._storages: dict[str, torch.Tensor] = {}
+
+    def find_class(self, module_name: str, global_name: str) -> Any:
+        name = f"{module_name}.{global_name}"
+        if name not in _KNOWN:
+            raise ValueError(f"{name} is not part of a dense tensor of {_DTYPE_NAMES}")
+        return _KNOWN[name]
+
+    def persistent_load(self, pid: Any) -> torch.Tensor:
+        _, dtype, key, *_ = pid
+        if key not in self._storages:
+            data = bytearray(self._contents[f"data/{key}"])
+            self._storages[key] = (
+                torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
+            )
+        return self._storages[key]
 
 
 def unpack_prompt_embeds(data: bytes, hidden_size: int, dtype: torch.dtype) -> torch.Tensor:

@@ -81,7 +81,7 @@ class Completion(Generation[CompletionRequest]):
         for prompt in self._inputs:
             yield tokenize(self.state, prompt, self.body)
         for embeds in self._embeds or ():
-            yield prompt_of_embeds(self.state, embeds)
+            yield prompt_of_embeds(embeds)
 
     def _prepare(self) -> None:
         super()._prepare()

@@ -74,9 +74,9 @@ def split_embeds(state: ServerState, body: CompletionRequest) -> list[str] | Non
     return [texts] if isinstance(texts, str) else texts
 
 
-def prompt_of_embeds(state: ServerState, text: str) -> ParsedPrompt:
+def prompt_of_embeds(text: str) -> ParsedPrompt:
     """Return the prompt of one base64 text; raises ValueError if it is not valid."""
-    embeds = read_embeds(text, state.engine.model_config)
+    embeds = read_embeds(text)
     num_tokens = len(embeds) if embeds.dim() else 1  # a scalar is refused later
     return ParsedPrompt(None, [NO_TOKEN] * num_tokens, embeds=embeds)
 
