@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 
@@ -13,7 +14,11 @@ def serve(argv: Sequence[str]) -> int:
         parse_serve_arguments(argv)  # prints and ends
     from vllm.v1.engine.core_client import CoreHandle
 
-    core = CoreHandle()  # loads its modules while this process loads its own
+    try:
+        core = CoreHandle()  # loads its modules while this process loads its own
+    except ValueError as error:
+        print(f"vllm serve: error: {error}", file=sys.stderr)
+        return 1
     try:
         from vllm.entrypoints.cli.serve_arguments import parse_serve_arguments
 

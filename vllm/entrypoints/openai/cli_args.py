@@ -108,6 +108,9 @@ class ServerSettings:
     """Let the model call tools (tool_choice "auto"); needs tool_call_parser."""
     tool_call_parser: Literal["hermes"] | None = None
     """Format in which the model writes its tool calls."""
+    strict_requests: bool = False
+    """Refuse requests with fields that are not known, or with unknown keys of kv_transfer_params.
+    Default: they have no effect, of which the log and the reply's warnings tell."""
     enable_scale_out: bool = False
     """Accepted for existing launchers, without effect: the render endpoints are always on."""
     max_queued_requests: Annotated[int, at_least(1), Option(group=_LIMITS)] = 4096

@@ -22,6 +22,7 @@ NAMED_PARAMS = {
     "stream_options", "suffix", "temperature", "top_logprobs", "top_p", "truncate_prompt_tokens",
 }  # fmt: skip
 """Fields that ``param`` may name; errors of other fields name them in the message only."""
+MAX_MESSAGE_LENGTH = 4000
 STATUS_CLIENT_GONE = 499
 """Status counted when a client went away before its reply; it is never sent."""
 RETRY_AFTER_SECONDS = 1
@@ -85,7 +86,10 @@ class ApiError(Exception):
 
     def body(self) -> ErrorResponse:
         """Return the body that the client reads."""
-        message = hide_local_paths(self.message)
+        message = self.message
+        if len(message) > MAX_MESSAGE_LENGTH:  # it quotes values of the request
+            message = f"{message[:MAX_MESSAGE_LENGTH]}... ({len(message)} characters)"
+        message = hide_local_paths(message)
         info = ErrorInfo(message=message, type=self.type, param=self.param, code=self.status)
         return ErrorResponse(error=info)
 

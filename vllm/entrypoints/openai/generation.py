@@ -24,7 +24,7 @@ from starlette.types import Receive, Scope, Send
 
 from vllm.entrypoints.openai.errors import MEANT_FOR_CLIENTS, as_api_error, failed
 from vllm.entrypoints.openai.limits import reply_files
-from vllm.entrypoints.openai.protocol import GenerationBody, StreamOptions
+from vllm.entrypoints.openai.protocol import GenerationBody, StreamOptions, told_of_unknown
 from vllm.entrypoints.openai.request_prompts import (
     check_max_tokens,
     fit,
@@ -103,6 +103,10 @@ class Generation(ABC, Generic[BodyT]):
         """Tokens sent so far, by choice that a stream has begun."""
         self._num_ended = 0
         self._first_params: TransferParams | None = None
+        keys = state.unknown_transfer_keys(body.kv_transfer_params or {})
+        names = [f"kv_transfer_params.{key}" for key in keys]
+        self._warnings = [*body._warnings, *told_of_unknown(names, state.settings.strict_requests)]
+        """Texts that the client has not been sent yet."""
 
     @abstractmethod
     def wanted(self) -> Wanted:
@@ -237,6 +241,7 @@ class Generation(ABC, Generic[BodyT]):
             choices=choices,
             system_fingerprint=self.state.system_fingerprint,
             usage=Usage.of(num_prompt_tokens, num_tokens),
+            warnings=self._warnings or None,
             kv_transfer_params=choices[0].kv_transfer_params,
             **self.more_of_reply(outputs[0]),
         )
@@ -328,8 +333,10 @@ class Generation(ABC, Generic[BodyT]):
         yield chunk
 
     def make_chunk(self, choices: list[Any], **more: Any) -> Chunk:
-        """Make an event with these choices."""
-        return self.chunk_type(**self.in_every_answer(), choices=choices, **more)
+        """Make an event with these choices; the first one has the warnings."""
+        warnings, self._warnings = self._warnings or None, []
+        answer = self.in_every_answer()
+        return self.chunk_type(**answer, choices=choices, warnings=warnings, **more)
 
 
 class EventStream(Response):

@@ -1,4 +1,5 @@
-"""Bodies of requests, and their reader. Unknown fields are accepted; ``null`` means the default.
+"""Bodies of requests, and their reader. Unknown fields have no effect, of which the reply warns;
+``null`` means the default.
 
 If a field takes several forms, the value decides the form, so errors name the place that is
 wrong and not every possible form. Names of forms are in angle brackets, because they are not
@@ -11,7 +12,16 @@ import json
 from typing import Annotated, Any, Literal, Required, Self
 
 from fastapi import Depends, Request
-from pydantic import AfterValidator, ConfigDict, Discriminator, Field, Strict, Tag, ValidationError
+from pydantic import (
+    AfterValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    PrivateAttr,
+    Strict,
+    Tag,
+    ValidationError,
+)
 from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
@@ -105,6 +115,22 @@ def _need_content(message: Message) -> Message:
     return message
 
 
+def told_of_unknown(names: list[str], is_strict: bool) -> list[str]:
+    """Return texts about fields that are not known, and log each name once. Raises ApiError with
+    ``is_strict`` if there are any."""
+    if names and is_strict:
+        problem = "not known; leave it out (the server was started with --strict-requests)"
+        raise bad_form(*((f"body.{name:.100}", problem) for name in names[:MAX_ERRORS_TOLD]))
+    for name in names:
+        if name not in _names_logged and len(_names_logged) < MAX_NAMES_LOGGED:
+            _names_logged.add(name)
+            logger.warning("The request field %.100r is not known and has no effect", name)
+    return [
+        f"the field {name[:100]!r} is not known and has no effect"
+        for name in names[:MAX_ERRORS_TOLD]
+    ]
+
+
 class Body(Described):
     """A request's body."""
 
@@ -112,6 +138,8 @@ class Body(Described):
 
     model: str | None = None
     """One of the served names; it may be left out."""
+    _warnings: list[str] = PrivateAttr(default_factory=list)
+    """Texts about fields without effect, for the reply."""
 
     @classmethod
     async def read(cls, request: Request) -> Self:
@@ -126,10 +154,9 @@ class Body(Described):
             body = cls.model_validate_json(content)
         except ValidationError as error:
             raise _form_error(error, content) from None
-        for name in body.__pydantic_extra__ or ():
-            if name not in _names_logged and len(_names_logged) < MAX_NAMES_LOGGED:
-                _names_logged.add(name)
-                logger.warning("The request field %.100r is not known and has no effect", name)
+        extra = body.__pydantic_extra__ or {}
+        names = [name for name, value in extra.items() if value is not None]
+        body._warnings = told_of_unknown(names, request.app.state.server.settings.strict_requests)
         return body
 
 

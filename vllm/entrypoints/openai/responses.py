@@ -67,6 +67,8 @@ class Answer(Described):
     created: int
     model: str
     choices: list[Any]
+    warnings: WhenKnown[list[str]] = None
+    """Fields of the request that had no effect; in a stream only its first event has them."""
 
 
 class Reply(Answer):

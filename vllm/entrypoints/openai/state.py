@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from fastapi import Depends, Request
 
+from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (
+    ExampleHiddenStatesConnector,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_tracker import TRANSFER_PARAMS
 from vllm.entrypoints.openai.errors import ApiError
 from vllm.transformers_utils.tokenizer import make_decoder
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -75,6 +79,16 @@ class ServerState:
     def extracts(self) -> bool:
         """True if requests extract hidden states."""
         return self.engine.vllm_config.speculative_config is not None
+
+    def unknown_transfer_keys(self, params: Mapping[str, object]) -> list[str]:
+        """Return the keys of ``kv_transfer_params`` without effect. Connectors other than the one
+        that writes files may read any key."""
+        config = self.engine.vllm_config.kv_transfer_config
+        name = ExampleHiddenStatesConnector.__name__
+        if config and (config.kv_connector != name or config.kv_connector_module_path):
+            return []
+        known = () if config is None else TRANSFER_PARAMS
+        return [key for key in params if key not in known]
 
     @cached_property
     def default_sampling(self) -> dict[str, Any]:

@@ -43,8 +43,17 @@ class CoreHandle:
     """The process of an engine core, from its start to its end."""
 
     def __init__(self) -> None:
-        """Start the process; it loads its modules while the caller makes the config."""
-        self._folder = tempfile.mkdtemp(prefix="vllm-core-")  # mode 0700
+        """Start the process; it loads its modules while the caller makes the config.
+
+        ValueError: there is no writable folder for temporary files.
+        """
+        try:
+            self._folder = tempfile.mkdtemp(prefix="vllm-core-")  # mode 0700
+        except OSError as error:
+            raise ValueError(
+                f"no folder for temporary files can be written ({error.strerror}); set TMPDIR to "
+                "one where this user may create files"
+            ) from None
         self.command_address = f"ipc://{self._folder}/commands"
         self.report_address = f"ipc://{self._folder}/reports"
         self._process = subprocess.Popen(

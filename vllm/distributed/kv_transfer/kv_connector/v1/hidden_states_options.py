@@ -35,6 +35,8 @@ class HiddenStatesOptions:
     ] = False
     """Let requests set ``kv_transfer_params["hidden_states_path"]``: true allows any path that this
     user can write, "inside" only paths inside ``shared_storage_path``."""
+    extract_only_when_asked: StrictBool = False
+    """Write files only for requests that have ``kv_transfer_params``, which may be empty."""
     use_synchronization_lock: StrictBool = True
     """Hold ``<path>.lock`` while a file is being made."""
     max_bytes_in_flight: Annotated[int, Strict(), at_least(1)] = 64 * _MEBIBYTE

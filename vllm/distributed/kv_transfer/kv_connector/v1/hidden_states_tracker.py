@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
-_PARAMS = ("hidden_states_path", "include_output_tokens")
+TRANSFER_PARAMS = ("hidden_states_path", "include_output_tokens")
+"""Keys of ``kv_transfer_params`` that have an effect."""
 
 
 @dataclass(frozen=True)
@@ -166,7 +167,9 @@ class RowTracker:
         self._finished, self._discarded = {}, []
         scheduled = step.num_scheduled_tokens
         for new in step.scheduled_new_reqs:
-            progress = self._requests.setdefault(new.req_id, self._begin(new))
+            if (progress := self._begin(new)) is None:
+                continue
+            progress = self._requests.setdefault(new.req_id, progress)
             progress.replace_blocks(new.block_ids[self._group_id])
             num_computed = new.num_computed_tokens + scheduled[new.req_id]
             self._send(metadata, new.req_id, progress, num_computed)
@@ -175,7 +178,9 @@ class RowTracker:
         for request_id, new_blocks, num_computed in zip(
             cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
         ):
-            progress = self._requests[request_id]
+            progress = self._requests.get(request_id)
+            if progress is None:  # no file is wanted
+                continue
             block_ids = new_blocks[self._group_id] if new_blocks is not None else []
             if request_id in cached.resumed_req_ids:
                 progress.replace_blocks(block_ids)
@@ -200,7 +205,7 @@ class RowTracker:
         if request.status in (RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_ERROR):
             self._discarded.append(request.request_id)
             return False, None
-        if progress is None:  # never scheduled
+        if progress is None:  # never scheduled, or no file is wanted
             return False, None
         token_ids = request.all_token_ids[: request.num_prompt_tokens]
         if progress.num_rows_wanted is None and request.num_output_tokens:
@@ -209,9 +214,14 @@ class RowTracker:
         self._finished[request.request_id] = token_ids
         return True, {"hidden_states_path": progress.path}
 
-    def _begin(self, new: NewRequestData) -> _Progress:
+    def _begin(self, new: NewRequestData) -> _Progress | None:
+        """Return the state of a new request; None if no file is wanted."""
         extra = new.sampling_params.extra_args or {}
-        params = extra.get("kv_transfer_params") or {}
+        params = extra.get("kv_transfer_params")
+        if params is None:
+            if self._options.extract_only_when_asked:
+                return None
+            params = {}
         all_rows = params.get("include_output_tokens", False)
         return _Progress(
             path=self._options.save_path(new.req_id, params),
@@ -242,6 +252,6 @@ class RowTracker:
 def _check_spelling(params: Mapping[str, Any]) -> None:
     """Raise ValueError for a key that is almost a known one; other keys may be for other code."""
     for key in params:
-        near = "" if key in _PARAMS else did_you_mean(str(key), _PARAMS)
+        near = "" if key in TRANSFER_PARAMS else did_you_mean(str(key), TRANSFER_PARAMS)
         if near:
             raise ValueError(f"kv_transfer_params has no key {brief(key)}{near}")
