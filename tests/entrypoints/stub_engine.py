@@ -53,7 +53,7 @@ class StubEngine:
         self.output_processor = OutputProcessor(self.tokenizer)
         self.renderer = RendererThreads(1)
         self.script = script
-        self.errored = False
+        self.errored = self.is_stopped = False
         self.gate = asyncio.Event()
         self.gate.set()
         self.seen: list[ProcessedInput] = []

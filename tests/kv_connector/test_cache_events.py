@@ -200,6 +200,20 @@ def test_addresses_that_cannot_be_used(checkpoint: Checkpoint) -> None:
         EventPublisherFactory.create(KVEventsConfig(**events_config(replay_endpoint="nowhere")))
 
 
+def test_this_machine_only_by_default() -> None:
+    assert KVEventsConfig().endpoint == "tcp://127.0.0.1:5557"
+    config = KVEventsConfig(enable_kv_cache_events=True, endpoint=free_address())
+    publisher = EventPublisherFactory.create(config)
+    try:
+        port = int(config.endpoint.rpartition(":")[2])
+        with socket.create_connection(("127.0.0.1", port), PATIENCE_S):
+            pass
+        with socket.socket() as other:  # free on all other addresses of this machine
+            other.bind(("127.0.0.2", port))
+    finally:
+        publisher.shutdown()
+
+
 def test_ports_of_ranks() -> None:
     offset = ZmqEventPublisher.offset_endpoint_port
     assert offset("tcp://*:5557", 0) == "tcp://*:5557"

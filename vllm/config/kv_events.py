@@ -16,8 +16,8 @@ class KVEventsConfig:
     publisher: Annotated[Literal["null", "zmq"], Fillable] = UNSET
     """Default: "zmq" if events are enabled, else "null". With "null" they only go to
     ``on_kv_cache_events`` of the engine."""
-    endpoint: str = "tcp://*:5557"
-    """Address on which events are published."""
+    endpoint: str = "tcp://127.0.0.1:5557"
+    """Address on which they are published, by default for this machine only."""
     replay_endpoint: str | None = None
     """Address at which missed batches can be requested."""
     buffer_steps: int = 10_000

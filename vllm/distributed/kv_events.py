@@ -211,13 +211,14 @@ def _offset_endpoint(endpoint: str | None, data_parallel_rank: int) -> str | Non
 
 
 def _is_bound(endpoint: str) -> bool:
-    return "*" in endpoint or "::" in endpoint or endpoint.startswith(("ipc://", "inproc://"))
+    is_local = endpoint.startswith(("ipc://", "inproc://", "tcp://127.0.0.1:"))
+    return is_local or "*" in endpoint or "::" in endpoint
 
 
 class ZmqEventPublisher(EventPublisher):
     """Sends numbered batches on a PUB socket, and sends batches again to subscribers that ask.
 
-    The publisher binds an ``endpoint`` with ``*`` or of a local kind, and connects to others. On
+    The publisher binds an ``endpoint`` with ``*`` or of this machine, and connects to others. On
     data-parallel rank n it adds n to the port. ``replay_endpoint`` serves the last ``buffer_steps``
     batches. ``publish`` waits while ``max_queue_size`` batches are queued; the publisher's own
     thread uses the sockets. ValueError: an address cannot be used.
@@ -229,7 +230,7 @@ class ZmqEventPublisher(EventPublisher):
     def __init__(
         self,
         data_parallel_rank: int,
-        endpoint: str = "tcp://*:5557",
+        endpoint: str = "tcp://127.0.0.1:5557",
         replay_endpoint: str | None = None,
         buffer_steps: int = 10_000,
         hwm: int = 100_000,
@@ -328,7 +329,7 @@ def _open(socket: zmq.Socket[bytes], option: str, address: str, *, binds: bool) 
     except zmq.ZMQError as error:
         raise ValueError(
             f"kv_events_config.{option}={address!r}: {error}; use an address such as "
-            "'tcp://*:5557' that is free"
+            "'tcp://127.0.0.1:5557' that is free"
         ) from error
 
 

@@ -231,11 +231,12 @@ def _card(state: ServerState, name: str) -> ModelCard:
     )
 
 
-@router.get("/health", responses={503: {"description": "The engine is gone"}})
-@router.get("/ping", responses={503: {"description": "The engine is gone"}})
+@router.get("/health", responses={503: {"description": "The engine is gone or stopped"}})
+@router.get("/ping", responses={503: {"description": "The engine is gone or stopped"}})
 async def get_health(state: State) -> Response:
     """Return 200 while the engine runs."""
-    return Response(status_code=503 if state.engine.errored else 200)
+    is_gone = state.engine.errored or state.engine.is_stopped
+    return Response(status_code=503 if is_gone else 200)
 
 
 @router.get("/version")

@@ -236,6 +236,11 @@ class AsyncLLM(EngineFrontEnd):
         return self._death is not None
 
     @property
+    def is_stopped(self) -> bool:
+        """True if the core's process has been stopped by a signal for a while; it may go on."""
+        return self._client is not None and self._client.is_stopped
+
+    @property
     def is_running(self) -> bool:
         """True if requests are accepted."""
         return self._client is not None and not self.errored

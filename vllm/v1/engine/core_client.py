@@ -10,8 +10,10 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -37,6 +39,9 @@ logger = init_logger(__name__)
 SHUTDOWN_SECONDS = 10.0
 """Time that a core has to complete its files before it is killed."""
 START_POLL_MILLISECONDS = 100
+STOPPED_SECONDS = 30.0
+"""Time after which a process that a signal has stopped counts as not running."""
+STOP_POLL_SECONDS = 5.0
 
 
 class CoreHandle:
@@ -69,6 +74,14 @@ class CoreHandle:
     @property
     def is_alive(self) -> bool:
         return self._process.poll() is None
+
+    @property
+    def is_stopped(self) -> bool:
+        """True if a signal (SIGSTOP) or a debugger has stopped the process."""
+        with contextlib.suppress(OSError):
+            state = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
+            return state in ("T", "t")
+        return False
 
     def configure(self, vllm_config: VllmConfig) -> None:
         """Hand the config over. EngineDeadError: the process is gone."""
@@ -133,6 +146,9 @@ class AsyncCoreClient:
         self._encoder = msgspec.msgpack.Encoder()
         self._is_closing = False
         self._receiver: asyncio.Task[None] | None = None
+        self._stop_watcher: asyncio.Task[None] | None = None
+        self.is_stopped = False
+        """True if the process has been stopped for ``STOPPED_SECONDS``; it may go on."""
 
     async def start(self) -> CoreStarted:
         """Wait until the core is ready.
@@ -153,6 +169,7 @@ class AsyncCoreClient:
             raise EngineDeadError(started.failure.message)
         loop = asyncio.get_running_loop()
         self._receiver = loop.create_task(self._receive())
+        self._stop_watcher = loop.create_task(self._watch_for_stops())
         threading.Thread(target=self._watch, args=(loop,), daemon=True).start()
         return started
 
@@ -175,6 +192,23 @@ class AsyncCoreClient:
         decoder = ReportDecoder()
         while True:
             self._on_report(decoder.decode(await self._reports.recv_multipart()))
+
+    async def _watch_for_stops(self) -> None:
+        since: float | None = None
+        while self._handle.is_alive:
+            now = time.monotonic()
+            since = (now if since is None else since) if self._handle.is_stopped else None
+            is_stopped = since is not None and now - since >= STOPPED_SECONDS
+            if is_stopped and not self.is_stopped:
+                logger.error(
+                    "The engine core's process %d has been stopped for %.0f s (SIGSTOP, or a "
+                    "debugger): requests wait until it goes on (kill -CONT %d)",
+                    self._handle.pid,
+                    now - (since or now),
+                    self._handle.pid,
+                )
+            self.is_stopped = is_stopped
+            await asyncio.sleep(STOP_POLL_SECONDS)
 
     def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
         status = self._handle.wait()
@@ -206,4 +240,6 @@ class AsyncCoreClient:
                         await self._commands.send(self._encoder.encode(Shutdown()))
             await asyncio.to_thread(self._handle.end, SHUTDOWN_SECONDS)
             self._receiver.cancel()
+        if self._stop_watcher is not None:
+            self._stop_watcher.cancel()
         self._context.destroy(linger=0)
