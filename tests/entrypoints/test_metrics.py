@@ -257,3 +257,16 @@ def test_promtool_finds_nothing_but_the_colons() -> None:
     complaints = (done.stdout + done.stderr).splitlines()
     assert len(complaints) > 20
     assert all("should not contain ':'" in line for line in complaints), complaints
+
+
+def test_a_clock_that_is_set_back_gives_no_negative_times() -> None:
+    """A sum that falls looks like a restart of the server."""
+    histogram = Histogram([0.1, 1.0])
+    histogram.observe(0.5)
+    histogram.observe(-3600.0)
+    values = {
+        (sample.name, sample.labels.get("le")): sample.value
+        for sample in histogram.family("x", "about", {}).samples
+    }
+    assert values["x_sum", None] == 0.5
+    assert values["x_bucket", "0.1"] == 1

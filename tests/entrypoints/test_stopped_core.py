@@ -13,6 +13,7 @@ import pytest
 
 from tests.entrypoints.gate_harness import wait_until
 from tests.entrypoints.live_server import LiveServer, live_server
+from vllm.utils import stop_watch
 from vllm.v1.engine import core_client
 
 
@@ -22,7 +23,7 @@ def test_a_stopped_core_is_named(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(core_client, "STOPPED_SECONDS", 0.2)
+    monkeypatch.setattr(stop_watch, "STOPPED_SECONDS", 0.2)
     monkeypatch.setattr(core_client, "STOP_POLL_SECONDS", 0.05)
     with live_server(tiny_llama, tmp_path, layers=None) as server, server.client() as client:
         pid = server.state.engine.core_pid
@@ -30,7 +31,7 @@ def test_a_stopped_core_is_named(
         os.kill(pid, signal.SIGSTOP)
         try:
             assert wait_until(lambda: client.get("/health").status_code == 503)
-            assert f"process {pid} has been stopped" in caplog.text
+            assert f"the engine core (process {pid}) has been stopped" in caplog.text
         finally:
             os.kill(pid, signal.SIGCONT)
         assert wait_until(lambda: client.get("/health").status_code == 200)

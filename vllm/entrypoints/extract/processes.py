@@ -16,6 +16,7 @@ from vllm.entrypoints.extract.unit_queue import Progress, QueueManager, UnitQueu
 from vllm.entrypoints.extract.worker import WorkerJob, run_worker, why_ended
 from vllm.logger import init_logger
 from vllm.platforms import get_platform
+from vllm.utils.stop_watch import StopWatch
 
 logger = init_logger(__name__)
 
@@ -88,13 +89,22 @@ def run_processes(
     with manager:
         queue: UnitQueue = manager.make_queue(units)  # type: ignore[attr-defined]
 
+        watches: dict[int, StopWatch] = {}  # by slot
+
         def start(number: int, slot: int) -> SpawnProcess:
             process = context.Process(target=_main, args=(number, job, queue))
             with _environment(platform.share_of_machine(slot, num_workers)):
                 process.start()
+            assert process.pid is not None
+            watches[slot] = StopWatch(f"worker {number}", process.pid)
             return process
 
-        run_pool(start, num_workers, queue, on_tick)
+        def watch(progress: Progress) -> None:
+            for one in watches.values():
+                one.check()
+            on_tick(progress)
+
+        run_pool(start, num_workers, queue, watch)
 
 
 @contextmanager

@@ -10,10 +10,8 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 import weakref
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -22,6 +20,7 @@ import zmq.asyncio
 
 from vllm.exceptions import FailureKind
 from vllm.logger import init_logger, log_format
+from vllm.utils.stop_watch import StopWatch
 from vllm.v1.engine.core_messages import (
     CoreCommand,
     CoreReport,
@@ -39,8 +38,6 @@ logger = init_logger(__name__)
 SHUTDOWN_SECONDS = 10.0
 """Time that a core has to complete its files before it is killed."""
 START_POLL_MILLISECONDS = 100
-STOPPED_SECONDS = 30.0
-"""Time after which a process that a signal has stopped counts as not running."""
 STOP_POLL_SECONDS = 5.0
 
 
@@ -74,14 +71,6 @@ class CoreHandle:
     @property
     def is_alive(self) -> bool:
         return self._process.poll() is None
-
-    @property
-    def is_stopped(self) -> bool:
-        """True if a signal (SIGSTOP) or a debugger has stopped the process."""
-        with contextlib.suppress(OSError):
-            state = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
-            return state in ("T", "t")
-        return False
 
     def configure(self, vllm_config: VllmConfig) -> None:
         """Hand the config over. EngineDeadError: the process is gone."""
@@ -148,7 +137,7 @@ class AsyncCoreClient:
         self._receiver: asyncio.Task[None] | None = None
         self._stop_watcher: asyncio.Task[None] | None = None
         self.is_stopped = False
-        """True if the process has been stopped for ``STOPPED_SECONDS``; it may go on."""
+        """True if a signal has stopped the process for a while; it may go on."""
 
     async def start(self) -> CoreStarted:
         """Wait until the core is ready.
@@ -194,20 +183,9 @@ class AsyncCoreClient:
             self._on_report(decoder.decode(await self._reports.recv_multipart()))
 
     async def _watch_for_stops(self) -> None:
-        since: float | None = None
+        watch = StopWatch("the engine core", self._handle.pid)
         while self._handle.is_alive:
-            now = time.monotonic()
-            since = (now if since is None else since) if self._handle.is_stopped else None
-            is_stopped = since is not None and now - since >= STOPPED_SECONDS
-            if is_stopped and not self.is_stopped:
-                logger.error(
-                    "The engine core's process %d has been stopped for %.0f s (SIGSTOP, or a "
-                    "debugger): requests wait until it goes on (kill -CONT %d)",
-                    self._handle.pid,
-                    now - (since or now),
-                    self._handle.pid,
-                )
-            self.is_stopped = is_stopped
+            self.is_stopped = watch.check()
             await asyncio.sleep(STOP_POLL_SECONDS)
 
     def _watch(self, loop: asyncio.AbstractEventLoop) -> None:

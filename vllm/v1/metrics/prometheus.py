@@ -96,6 +96,7 @@ class Histogram:
         self._sum = 0.0
 
     def observe(self, value: float, count: int = 1) -> None:
+        value = max(0.0, value)  # a time is negative if the clock of the machine was set back
         self._counts[bisect_left(self._bounds, value)] += count
         self._sum += value * count
 
