@@ -7,8 +7,10 @@ told what its parent registered (:meth:`_ModelRegistry.snapshot`).
 
 from __future__ import annotations
 
+import difflib
 import importlib
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 
 from torch import nn
 
@@ -153,11 +155,7 @@ class _ModelRegistry:
                 return import_class(name, target), name
             if target is not None:
                 return target, name
-        raise ValueError(
-            f"architectures={names} of the model's config are not supported; supported: "
-            f"{', '.join(self.get_supported_archs())}. A class of your own can be added with "
-            f"ModelRegistry.register_model"
-        )
+        raise ValueError(unsupported_message(names, self.get_supported_archs()))
 
     def snapshot(self) -> dict[str, str]:
         """The models registered beyond the built-in ones, as ``"module:Class"``.
@@ -174,6 +172,26 @@ class _ModelRegistry:
         """Register what another process had registered when it took ``snapshot``."""
         for arch, target in snapshot.items():
             self.register_model(arch, target)
+
+
+def unsupported_message(names: Sequence[str], known: Iterable[str], reason: str = "") -> str:
+    """Return the message for architectures without a class; it names the nearest of ``known``."""
+    by_stem: dict[str, list[str]] = {}
+    for name in sorted(known):
+        by_stem.setdefault(_stem(name), []).append(name)
+    stems = difflib.get_close_matches(_stem(names[0]), by_stem, 5, 0) if names else []
+    nearest = [name for stem in stems for name in by_stem[stem]][:5]
+    hint = f"the nearest that are: {', '.join(nearest)}; " if nearest else ""
+    return (
+        f"architectures={list(names)} of the model's config are not supported"
+        f"{reason and f' ({reason})'}; {hint}`vllm models` lists all. A class of your own can be "
+        "added with ModelRegistry.register_model"
+    )
+
+
+def _stem(architecture: str) -> str:
+    """Return the part of a name that tells the family, without "ForCausalLM" and the like."""
+    return re.sub(r"(For[A-Z]\w*|LMHeadModel|Model|LM)$", "", architecture).lower()
 
 
 def import_class(arch: str, target: str) -> type[nn.Module]:

@@ -179,13 +179,12 @@ DAMAGES: dict[str, tuple[Change, str]] = {
     ),
     "unsupported architecture": (
         lambda folder: edit_config(folder, architectures=["GPT9LMHeadModel"]),
-        r"GPT9LMHeadModel.*not supported; supported: .*LlamaForCausalLM, .*MistralForCausalLM, .*"
-        r"Qwen2ForCausalLM, .*Qwen3ForCausalLM, .*Qwen3_5ForCausalLM, "
-        r".*Qwen3_5ForConditionalGeneration",
+        r"GPT9LMHeadModel.*not supported \(of LlamaConfig it is LlamaForCausalLM\); the nearest "
+        r"that are: (\w+, ){,4}GPT2LMHeadModel(, \w+){,4}; `vllm models` lists all",
     ),
     "no architecture": (
         lambda folder: edit_config(folder, architectures=None),
-        r"architectures=\[\].*supported: .*LlamaForCausalLM",
+        r"architectures=\[\].*not supported \(which one it is, config.json has to say\); `vllm",
     ),
 }
 

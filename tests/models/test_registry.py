@@ -37,9 +37,24 @@ def test_built_in_architectures_resolve() -> None:
         assert is_hybrid(model_class) == arch.startswith(HYBRIDS)
 
 
-def test_an_unsupported_architecture_lists_what_is_supported() -> None:
-    with pytest.raises(ValueError, match=r"'FancyLM'.*LlamaForCausalLM.*Qwen3_5ForCausalLM"):
-        ModelRegistry.resolve_model_cls(["FancyLM"])
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [
+        ("LlamaForSequenceClassification", ["LlamaForCausalLM", "Llama4ForCausalLM"]),
+        ("Qwen3Model", ["Qwen3ForCausalLM"]),
+        ("GPT9LMHeadModel", ["GPT2LMHeadModel"]),
+        ("Minstral3ForCausalLM", ["Ministral3ForCausalLM"]),
+    ],
+)
+def test_an_unsupported_architecture_is_told_the_nearest(name: str, nearest: list[str]) -> None:
+    with pytest.raises(ValueError, match="not supported; the nearest") as caught:
+        ModelRegistry.resolve_model_cls([name])
+    named = str(caught.value).partition("that are: ")[2].partition(";")[0].split(", ")
+    assert len(named) == 5
+    assert named[: len(nearest)] == nearest
+    assert set(named) <= set(ModelRegistry.get_supported_archs())
+    assert "`vllm models` lists all" in str(caught.value)
+    assert len(str(caught.value)) < 400
 
 
 def test_the_first_supported_architecture_counts(registry: _ModelRegistry) -> None:

@@ -134,7 +134,7 @@ def test_auto_takes_our_class_where_there_is_one(tmp_path: Path) -> None:
     assert classes == ["LlamaForCausalLM", "TransformersForCausalLM", "TransformersForCausalLM"]
     with (
         pytest.raises(
-            ValueError, match=r"MptForCausalLM.*not supported; supported: .*Cohere.*Llama"
+            ValueError, match=r"MptForCausalLM.*not supported; the nearest that are: .*OPT"
         ),
         engine(tmp_path / "mpt", **{**OPTIONS, "model_impl": "vllm"}),
     ):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torch import nn
 
 from vllm.logger import init_logger
-from vllm.model_classes import ModelRegistry, import_class
+from vllm.model_classes import ModelRegistry, import_class, unsupported_message
 from vllm.model_executor.language_part import is_language_part, running_config
 from vllm.model_executor.utils import UnsupportedConfigError
 
@@ -60,12 +60,8 @@ def choose_model_class(model_config: ModelConfig) -> type[nn.Module]:
         return ModelRegistry.resolve_model_cls(names)[0]
     problem = _why_not_in_transformers(model_config)
     if problem is not None:
-        raise ValueError(
-            f"architectures={model_config.architectures} of the model's config are not supported; "
-            f"supported: {', '.join(ModelRegistry.get_supported_archs())}, and the causal models "
-            f"of transformers ({problem}). A class of your own can be added with "
-            f"ModelRegistry.register_model"
-        )
+        known = {*ModelRegistry.get_supported_archs(), *transformers_architectures()}
+        raise ValueError(unsupported_message(model_config.architectures, known, problem))
     return _class_of_modules(model_config, names[0] if names else "")
 
 
@@ -144,6 +140,25 @@ def _why_not_in_transformers(model_config: ModelConfig) -> str | None:
     if not known:
         return f"{transformers.__version__} has none for {type(config).__name__}"
     return f"of {type(config).__name__} it is {' or '.join(known)}"
+
+
+def transformers_architectures() -> list[str]:
+    """Return, by name, the causal models of the installed transformers without a class of ours,
+    including those that read more than text.
+
+    They run as transformers' own module if that turns out to be possible when they are loaded, or
+    by a class of ours for their text model if there is one.
+    """
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+    )
+
+    names: set[str] = set()
+    for mapping in (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES):
+        for found in mapping.values():
+            names.update([found] if isinstance(found, str) else found)
+    return sorted(names - set(ModelRegistry.get_supported_archs()), key=str.lower)
 
 
 def names_in_transformers(config: Any) -> list[str]:
