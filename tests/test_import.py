@@ -175,3 +175,20 @@ def test_a_class_that_is_imported_later_is_one_where_it_has_to_be(
     with imported_later("later_package"):
         from later_package import classes
     assert classes.One is found
+
+
+@pytest.mark.parametrize("command", ["extract", "serve", "models", "bench", "hidden-states"])
+def test_help_loads_no_torch(command: str) -> None:
+    """The flags are read from the fields of the configs, whose modules load nothing heavy."""
+    code = (
+        "import contextlib\nfrom vllm.entrypoints.cli.main import main\n"
+        f"with contextlib.suppress(SystemExit):\n    main([{command!r}, '--help'])"
+    )
+    modules = set(modules_loaded_by(code))
+    assert "vllm.entrypoints.cli" in modules
+    assert not {"torch", "transformers", "numpy", "jinja2", "fastapi"} & modules
+
+
+def test_options_are_checked_without_torch_until_a_model_is_there() -> None:
+    modules = modules_loaded_by("from vllm.config import ModelConfig, VllmConfig")
+    assert "vllm.config.model" in modules and "torch" not in modules

@@ -17,7 +17,8 @@ from vllm.hidden_states import convert as convert_module
 from vllm.hidden_states.convert import convert_dataset
 from vllm.hidden_states.layer_ids import check_speculators
 from vllm.hidden_states.manifest import merge_units, start_dataset
-from vllm.hidden_states.metadata import FORMATS, DatasetFormat, SkippedRecord, read_unit_records
+from vllm.hidden_states.metadata import SkippedRecord, read_unit_records
+from vllm.hidden_states.names import FORMATS, DatasetFormat
 from vllm.hidden_states.units import open_unit_writer
 from vllm.hidden_states.verify import verify_dataset
 from vllm.v1.rows.fields.fp8 import FP8

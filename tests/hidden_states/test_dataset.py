@@ -20,7 +20,7 @@ from tests.hidden_states.sample_data import (
 )
 from vllm.hidden_states import HiddenStatesDataset, pack_samples, pad_samples
 from vllm.hidden_states import dataset as dataset_module
-from vllm.hidden_states.metadata import FORMATS, DatasetFormat
+from vllm.hidden_states.names import FORMATS, DatasetFormat
 from vllm.hidden_states.tensor_file import TensorFile
 from vllm.hidden_states.verify import verify_dataset
 from vllm.v1.rows.fields.fp8 import FP8

@@ -23,7 +23,8 @@ from tests.hidden_states.sample_data import (
 )
 from vllm.hidden_states import HiddenStatesDataset, HiddenStatesError
 from vllm.hidden_states.manifest import start_dataset
-from vllm.hidden_states.metadata import FORMATS, DatasetFormat, read_unit_records
+from vllm.hidden_states.metadata import read_unit_records
+from vllm.hidden_states.names import FORMATS, DatasetFormat
 from vllm.hidden_states.sample import HiddenStatesSample
 from vllm.hidden_states.units import open_unit_writer, plan_units
 from vllm.hidden_states.verify import verify_dataset

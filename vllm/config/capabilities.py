@@ -13,7 +13,6 @@ from vllm.config.connectors import find_connector_class
 from vllm.config.kv_transfer import KVTransferConfig
 from vllm.logger import init_logger
 from vllm.utils.checked import is_unset
-from vllm.v1.rows.fields.layout import ALL_FIELDS
 
 if TYPE_CHECKING:
     from vllm.config.vllm import VllmConfig
@@ -102,6 +101,8 @@ def _check_connector(config: VllmConfig) -> None:
         )
     if config.speculative_config is None or is_unset(config.model_config):
         return
+    from vllm.v1.rows.fields.layout import ALL_FIELDS
+
     for row_field in config.model_config.row_field_classes:
         if not {row_field.name, *ALL_FIELDS} & capabilities.keeps:
             raise ValueError(

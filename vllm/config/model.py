@@ -7,21 +7,22 @@ from dataclasses import field
 from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import torch
 from pydantic import BeforeValidator, Field
 
 from vllm.config import model_facts
 from vllm.config.parallel import ParallelConfig
 from vllm.logger import init_logger
-from vllm.transformers_utils.config import load_hf_config, load_json_file, stored_dtype
 from vllm.utils.checked import UNSET, Fillable, at_least, config, is_unset, require
 from vllm.utils.text import did_you_mean
-from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE as _DTYPES
-from vllm.v1.rows.fields import BUILT_IN, find_field, find_fields
-from vllm.v1.rows.fields.layout import Field as RowField
 
+# A help text reads the fields below: nothing that loads torch is imported before an object is made.
 if TYPE_CHECKING:
+    from torch import dtype as TorchDType
     from transformers import PretrainedConfig
+
+    from vllm.v1.rows.fields.layout import Field as RowField
+else:
+    TorchDType = Any
 
 logger = init_logger(__name__)
 
@@ -38,19 +39,27 @@ _SAMPLING_DEFAULTS = {
 """Key of generation_config.json -> field of SamplingParams."""
 
 
-def _parse_dtype(value: object) -> object:
-    """Return None for "auto", the dtype for its name, and anything else unchanged."""
-    if not isinstance(value, str):
-        return value
-    name = value.removeprefix("torch.")
-    if name == AUTO_DTYPE:
+def _parse_dtype(value: object) -> TorchDType | None:
+    """Return None for "auto", otherwise the dtype for a name, or a supported dtype as it is."""
+    from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE
+
+    dtypes = STR_DTYPE_TO_TORCH_DTYPE
+    name = str(value).removeprefix("torch.")
+    if value is None or value == AUTO_DTYPE:
         return None
-    if name not in _DTYPES:
+    if name not in dtypes or value not in (name, f"torch.{name}", dtypes[name]):
+        shown = repr(value) if isinstance(value, str) else value
         raise ValueError(
-            f"dtype={value!r} is not supported{did_you_mean(name, _DTYPES)}; "
-            f"use 'auto' or one of {', '.join(_DTYPES)}"
+            f"dtype={shown} is not supported{did_you_mean(name, dtypes)}; "
+            f"use 'auto' or one of {', '.join(dtypes)}"
         )
-    return _DTYPES[name]
+    return dtypes[name]
+
+
+def _json_file(model: str, name: str, **access: Any) -> dict[str, Any] | None:
+    from vllm.transformers_utils.config import load_json_file
+
+    return load_json_file(model, name, **access)
 
 
 def _of_modelopt(content: dict[str, Any]) -> dict[str, Any]:
@@ -86,7 +95,7 @@ class ModelConfig:
     transformers' own module on this engine's pool, "auto" is a class of this engine if there is
     one, else transformers' module."""
     dtype: Annotated[
-        torch.dtype, Fillable, BeforeValidator(_parse_dtype), Field(validate_default=True)
+        TorchDType, Fillable, BeforeValidator(_parse_dtype), Field(validate_default=True)
     ] = AUTO_DTYPE
     """Dtype of weights and activations. "auto": exactly the checkpoint's, float32 included."""
     quantization: str | None = None
@@ -148,10 +157,6 @@ class ModelConfig:
             self.tokenizer = self.model
         if is_unset(self.dtype):
             self.dtype = self._checkpoint_dtype()
-        elif self.dtype not in _DTYPES.values():
-            raise ValueError(
-                f"dtype={self.dtype} is not supported; use one of {', '.join(_DTYPES)}"
-            )
         self._resolve_max_model_len()
         self._check_quantization()
         _ = self.row_field_classes  # raises now if a name is wrong
@@ -159,6 +164,8 @@ class ModelConfig:
     @cached_property
     def hf_config(self) -> PretrainedConfig:
         """The whole config of the checkpoint, ``hf_overrides`` applied."""
+        from vllm.transformers_utils.config import load_hf_config
+
         return load_hf_config(
             self.model,
             revision=self.revision,
@@ -184,7 +191,7 @@ class ModelConfig:
                 settings = dict(found if isinstance(found, dict) else found.to_dict())
                 return _of_modelopt(settings) if "quantization" in settings else settings
         # Earlier releases of ModelOpt wrote a separate file.
-        content = load_json_file(
+        content = _json_file(
             self.model, "hf_quant_config.json", revision=self.revision, hf_token=self.hf_token
         )
         return None if content is None else _of_modelopt(content)
@@ -208,11 +215,15 @@ class ModelConfig:
     @cached_property
     def row_field_classes(self) -> tuple[type[RowField], ...]:
         """The fields kept of each token besides its hidden states."""
+        from vllm.v1.rows.fields import BUILT_IN, find_fields
+
         built_in = [name for option, name in BUILT_IN.items() if getattr(self, option)]
         return find_fields([*built_in, *self.row_fields])
 
     def option_of(self, row_field: type[RowField]) -> str:
         """The option, with its value, that asks for a field."""
+        from vllm.v1.rows.fields import BUILT_IN, find_field
+
         built_in = (option for option, name in BUILT_IN.items() if find_field(name) is row_field)
         option = next(built_in, "row_fields")
         return f"{option}={getattr(self, option)}"
@@ -250,7 +261,7 @@ class ModelConfig:
             return {}
         is_auto = self.generation_config == "auto"
         source = self.model if is_auto else self.generation_config
-        content = load_json_file(
+        content = _json_file(
             source,
             "generation_config.json",
             revision=self.revision if is_auto else None,
@@ -283,18 +294,22 @@ class ModelConfig:
                 ids.extend(value if isinstance(value, list | tuple) else [value])
         return tuple(dict.fromkeys(ids))
 
-    def _checkpoint_dtype(self) -> torch.dtype:
+    def _checkpoint_dtype(self) -> TorchDType:
         """The dtype that config.json states, else that of the weights, else float32."""
         for source in (self.hf_text_config, self.hf_config):
             dtype = model_facts.config_value(source, ("dtype",))
             if dtype is not None:
                 parsed = _parse_dtype(str(dtype))
-                assert isinstance(parsed, torch.dtype)
+                assert parsed is not None
                 return parsed
+        from vllm.transformers_utils.config import stored_dtype
+
         stored = stored_dtype(self.model)
         if stored is None:
             logger.warning("%s does not state its dtype: float32 is used", self.model)
-        return stored or torch.float32
+        fallback = _parse_dtype("float32")
+        assert fallback is not None
+        return stored or fallback
 
     def _resolve_max_model_len(self) -> None:
         limit = self._length_limit()

@@ -13,7 +13,8 @@ from tqdm import tqdm
 
 from vllm.engine.arg_utils import EngineArgs
 from vllm.hidden_states.layer_ids import Layers
-from vllm.hidden_states.sample import FailedSample, HiddenStatesSample, Pooling
+from vllm.hidden_states.names import Pooling
+from vllm.hidden_states.sample import FailedSample, HiddenStatesSample
 from vllm.inputs import PromptType, as_prompt_list
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams

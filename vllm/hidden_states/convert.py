@@ -13,8 +13,9 @@ from vllm.hidden_states.dataset import HiddenStatesDataset
 from vllm.hidden_states.layer_ids import check_speculators, convention_of
 from vllm.hidden_states.manifest import DatasetTotals, merge_units, read_skipped, start_dataset
 from vllm.hidden_states.mapped_file import MappedFile
-from vllm.hidden_states.metadata import DatasetFormat, DatasetSettings, UnitRecord
-from vllm.hidden_states.sample import HiddenStatesError, Pooling
+from vllm.hidden_states.metadata import DatasetSettings, UnitRecord
+from vllm.hidden_states.names import DatasetFormat, Pooling
+from vllm.hidden_states.sample import HiddenStatesError
 from vllm.hidden_states.tensor_file import checksum, dtype_name
 from vllm.hidden_states.units import cut_at, find_repair, open_unit_writer, plan_units
 from vllm.hidden_states.verify import unit_problems

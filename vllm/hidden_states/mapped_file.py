@@ -15,7 +15,8 @@ from typing import BinaryIO, NamedTuple
 import torch
 import xxhash
 
-from vllm.hidden_states.tensor_file import CHECKSUM_KEY, CHECKSUM_KIND, DTYPE_NAMES, checksum
+from vllm.hidden_states.names import CHECKSUM_KIND
+from vllm.hidden_states.tensor_file import CHECKSUM_KEY, DTYPE_NAMES, checksum
 
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 _LARGEST_HEADER_BYTES = 100_000_000

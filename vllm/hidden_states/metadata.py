@@ -13,22 +13,19 @@ import os
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal, get_args
+from typing import Any
 
 import msgspec
 import torch
 
 from vllm.hidden_states.layer_ids import CONVENTION
-from vllm.hidden_states.sample import Pooling
+from vllm.hidden_states.names import DatasetFormat, Pooling
 from vllm.hidden_states.tensor_file import checksum, dtype_name
 from vllm.utils.boundaries import LayerId
 from vllm.utils.whole_files import remove_temporary, write_whole
 from vllm.v1.rows.fields import BUILT_IN, LOSS_MASK, StoredNames, find_field
 from vllm.v1.rows.fields.hidden import STORAGE_DTYPES
 from vllm.version import __version__
-
-DatasetFormat = Literal["sharded", "files", "speculators"]
-FORMATS: tuple[DatasetFormat, ...] = get_args(DatasetFormat)
 
 SETTINGS_FILE = "settings.json"
 INDEX_FILE = "index.json"

@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 
 from vllm.exceptions import Failure, FailureError
 from vllm.hidden_states.layer_ids import Layers
+from vllm.hidden_states.names import Pooling
 from vllm.hidden_states.tensor_file import dtype_name
 from vllm.utils.boundaries import LayerId
 from vllm.v1.rows.fields import LOSS_MASK
@@ -21,7 +22,6 @@ from vllm.v1.rows.fields.hidden import HiddenStates
 if TYPE_CHECKING:
     from vllm.inputs import Conversation, PromptType
 
-Pooling = Literal["none", "mean", "last"]
 """The reduction of a prompt's rows to one: their mean, or the last of them."""
 
 

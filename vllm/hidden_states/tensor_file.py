@@ -18,6 +18,8 @@ from collections.abc import Mapping, Sequence
 import torch
 import xxhash
 
+from vllm.hidden_states.names import CHECKSUM_KIND
+
 DTYPE_NAMES = {
     torch.float32: "F32",
     torch.float16: "F16",
@@ -33,7 +35,6 @@ DTYPE_NAMES = {
 """The dtypes in our files, as safetensors spells them."""
 CHECKSUM_KEY = "checksum."
 """The prefix of a tensor's name in the metadata of a file."""
-CHECKSUM_KIND = "xxh3_128:"
 _HEADER_ALIGNMENT_BYTES = 64
 _ENTRY_BYTES = 256
 """Room in the header for one tensor, more than any entry and its checksum take."""

@@ -11,6 +11,9 @@ from vllm.utils.text import brief
 ChatMessage: TypeAlias = dict[str, Any]
 """``role`` and ``content``, and whatever else the template reads (``tool_calls``, ...)."""
 
+ContentFormat = Literal["auto", "string", "openai"]
+"""The form of content for templates: one string, a list of parts, or the form that they read."""
+
 _TEXT_KINDS = ("text", "input_text", "output_text")
 
 

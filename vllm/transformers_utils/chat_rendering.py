@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from functools import cached_property, lru_cache
 from threading import Lock
-from typing import Any, Literal, NamedTuple, TypedDict, get_args
+from typing import Any, NamedTuple, TypedDict, get_args
 from weakref import WeakKeyDictionary
 
 from jinja2 import Environment, TemplateError, nodes
@@ -18,14 +18,12 @@ from vllm.transformers_utils.chat_messages import (
     CallForm,
     ChatMessage,
     ContentForm,
+    ContentFormat,
     write_message,
 )
 from vllm.transformers_utils.chat_outline import Marked, Outline, mark_messages, read_outline
 from vllm.transformers_utils.tokenizer import TokenizerLike
 from vllm.utils.text import brief
-
-ContentFormat = Literal["auto", "string", "openai"]
-"""The form of content for templates: one string, a list of parts, or the form that they read."""
 
 _RESERVED_VARIABLES = frozenset(
     {

@@ -7,11 +7,15 @@ from collections.abc import Mapping, Sequence
 from typing import Unpack, cast
 
 from vllm.inputs import TokensPrompt
-from vllm.transformers_utils.chat_messages import ChatMessage, check_messages, content_text
+from vllm.transformers_utils.chat_messages import (
+    ChatMessage,
+    ContentFormat,
+    check_messages,
+    content_text,
+)
 from vllm.transformers_utils.chat_outline import Outline, Piece
 from vllm.transformers_utils.chat_rendering import (
     ChatOptions,
-    ContentFormat,
     Located,
     Rendering,
     check_content_format,

@@ -6,9 +6,7 @@ from dataclasses import field
 from typing import Annotated, Any, Literal
 
 from vllm.entrypoints.extract.records import InputFormat
-from vllm.hidden_states.metadata import DatasetFormat
-from vllm.hidden_states.positions import parse_positions
-from vllm.hidden_states.sample import Pooling
+from vllm.hidden_states.names import DatasetFormat, Pooling
 from vllm.utils.checked import ABOVE_0, FINITE, at_least, at_most, config, refuse_unless
 from vllm.utils.options import Group, Option
 
@@ -124,6 +122,8 @@ class ExtractOptions:
             return
         self._require("input", self.input, "name files, folders, or - for standard input")
         self._require("layers", self.layers, 'name layers, for instance "2,12,last"')
+        from vllm.hidden_states.positions import parse_positions
+
         parse_positions(self.positions)
         if self.mask_column is not None:
             is_read = self.positions == "mask" or self.stores_loss_mask

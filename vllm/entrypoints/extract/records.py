@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple, TextIO, TypeAlias
 
 import xxhash
 
-from vllm.hidden_states.tensor_file import CHECKSUM_KIND
+from vllm.hidden_states.names import CHECKSUM_KIND
 
 InputFormat = Literal["auto", "jsonl", "json", "parquet", "arrow", "text", "lines"]
 Values: TypeAlias = Mapping[str, object]

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, TypeAdapter, ValidationError, ValidationInfo
 
 from vllm import envs
-from vllm.transformers_utils.chat_template import ContentFormat
+from vllm.transformers_utils.chat_messages import ContentFormat
 from vllm.utils.checked import ABOVE_0, FINITE, SizeBytes, at_least, at_most, config, require
 from vllm.utils.options import Group, Option
 

@@ -25,7 +25,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connecto
 )
 from vllm.exceptions import Failure
 from vllm.hidden_states.layer_ids import Layers
-from vllm.hidden_states.sample import FailedSample, HiddenStatesSample, Pooling
+from vllm.hidden_states.names import Pooling
+from vllm.hidden_states.sample import FailedSample, HiddenStatesSample
 from vllm.inputs import PromptType
 from vllm.logger import init_logger
 from vllm.outputs import CompletionOutput, RequestOutput

@@ -19,13 +19,13 @@ import torch
 
 from vllm.exceptions import Failure, FailureKind
 from vllm.hidden_states.layer_ids import Layers, layer_items, resolve_layer_ids
+from vllm.hidden_states.names import Pooling
 from vllm.hidden_states.positions import as_mask, resolve_positions
 from vllm.hidden_states.sample import (
     ExtractRequest,
     FailedSample,
     HiddenStatesError,
     HiddenStatesSample,
-    Pooling,
     check_pooling,
     mean_of_rows,
 )

@@ -1,0 +1,11 @@
+"""Names in options and in files of hidden states. Reading them does not load torch."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+DatasetFormat = Literal["sharded", "files", "speculators"]
+FORMATS: tuple[DatasetFormat, ...] = get_args(DatasetFormat)
+Pooling = Literal["none", "mean", "last"]
+CHECKSUM_KIND = "xxh3_128:"
+"""The beginning of every checksum."""
