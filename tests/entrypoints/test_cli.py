@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import subprocess
 import sys
 from dataclasses import fields
@@ -11,13 +13,15 @@ from pathlib import Path
 import pytest
 
 from vllm.engine.arg_utils import EngineArgs
-from vllm.entrypoints.cli.main import main
+from vllm.entrypoints.cli.main import COMMANDS, main
+from vllm.entrypoints.cli.parsers import command_parsers
 from vllm.entrypoints.cli.serve_arguments import (
     ServeArguments,
     make_serve_parser,
     parse_serve_arguments,
 )
 from vllm.entrypoints.openai.cli_args import ServerSettings
+from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.utils.options import options_of
 
 TRANSFER = {"kv_connector": "ExampleHiddenStatesConnector", "kv_role": "kv_producer"}
@@ -198,7 +202,6 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
 
     one = shown(capsys, "serve", "--help=max_model_len")
     assert "Most tokens of a request" in one and "--dtype" not in one
-    assert shown(capsys, "--help=max-model-len") == one
     group = shown(capsys, "serve", "--help=limits")
     assert "--max-body-bytes N" in group and "default: 33554432" in group
     assert "--port" not in group
@@ -208,14 +211,66 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert "Most tokens of a request" in everything and "--ssl-keyfile" in everything
     assert "renderer_num_workers threads" in shown(capsys, "serve", "--help=api-server-count")
 
-    assert main(["--help"]) == 0
-    assert "serve" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         main(["serve", "--help=hidden-state-ttl"])
     assert "did you mean '--hidden-states-ttl'?" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["sevre"])
     assert "did you mean 'serve'?" in capsys.readouterr().err
+
+
+def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(arguments) == 0
+    return capsys.readouterr().out
+
+
+def test_help_looks_in_all_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    found = printed(capsys, "--help=layers")
+    assert "vllm extract:\n" in found and "vllm bench extraction:\n" in found
+    assert "negative numbers from the end" in found and "vllm serve" not in found
+    shared = printed(capsys, "--help=max_model_len")
+    assert shared.startswith("vllm serve, vllm extract, vllm models:\n")
+    assert shared.count("Most tokens of a request") == 1
+    assert "vllm hidden-states convert:\n" in printed(capsys, "--help=shard-size")
+    assert "vllm serve:\nLimits:" in printed(capsys, "--help=limits")
+    assert "--mask-column" in printed(capsys, "--help=mask-col"), "a part of a name"
+    with pytest.raises(SystemExit) as ended:
+        main(["--help=mask-colunm"])
+    assert ended.value.code == 2
+    assert "'mask-colunm' (did you mean '--mask-column'?)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["serve", "extract", "models"])
+def test_help_begins_with_the_most_used_flags(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    parser = command_parsers()[command]
+    assert isinstance(parser, FlexibleArgumentParser)
+    text = shown(capsys, command, "--help")
+    first, _, rest = text.partition("The other flags, by group:")
+    names = [flag.split()[0] for flag in parser.most_used]
+    assert len(names) == (4 if command == "models" else 12)
+    for name in names:
+        assert parser.option(name) is not None, name
+        assert re.search(rf"^  {name} .*[\w)]$", first, re.MULTILINE)
+        assert not re.search(rf"{name}(?![\w-])", rest), f"{name} is shown twice"
+    others = {action.option_strings[0] for action in parser._actions if action.option_strings}
+    assert set(re.findall(r"(?<=\s)--?[\w-]+", rest)) >= others - set(names)
+    arguments = shlex.split(parser.example.replace("\\\n", " "))
+    assert arguments[:2] == ["vllm", command] and parser.example.splitlines()[0] in first
+    parser.parse_args(arguments[2:])
+    assert shown(capsys, "help", command) == text
+
+
+def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    text = printed(capsys, "--help")
+    assert printed(capsys, "help") == text
+    assert all(f"\n  {name} " in text for name in COMMANDS)
+    assert set(command_parsers()) == set(COMMANDS) - {"help"}
+    with pytest.raises(SystemExit):
+        main(["chat"])
+    assert "the commands are serve, extract, bench," in capsys.readouterr().err
 
 
 def test_a_mistake_ends_the_program_with_status_2() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from vllm.bench.profile import PARTS, Profile
 from vllm.bench.rounds import Entry, Measurement, run_in_turn
 from vllm.ops.operation import source_of
 from vllm.platforms import get_platform
+from vllm.utils.cpu_utils import cpu_name
 from vllm.version import __version__
 
 LABELS = {
@@ -125,7 +125,7 @@ def _profile_lines(profile: Profile) -> Iterator[str]:
 def describe_machine() -> dict[str, Any]:
     """Return the facts about the machine that the figures depend on."""
     return {
-        "cpu": _cpu_name(),
+        "cpu": cpu_name(),
         "logical_cpus": os.cpu_count(),
         "threads": get_platform("cpu").set_num_threads(),
         "kernels": source_of("cpu").name,
@@ -141,13 +141,6 @@ def machine_line() -> str:
         f"{machine['cpu']}, {machine['logical_cpus']} logical CPUs, {machine['threads']} threads; "
         f"kernels {machine['kernels']}; torch {machine['torch']}; vllm {machine['vllm']}"
     )
-
-
-def _cpu_name() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.is_file() else []
-    names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor() or platform.machine())
 
 
 def write_json(path: Path, results: list[ExtractionResult]) -> None:

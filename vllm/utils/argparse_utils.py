@@ -21,6 +21,10 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
     An argument like a negative number (``-1,-2``) is a value, as in Python 3.14 and later.
     """
 
+    most_used: Mapping[str, str] = {}
+    """Flag with its value, as help writes it -> one line about it. Help shows these first."""
+    example = ""
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._negative_number_matcher = re.compile(r"-\.?\d")

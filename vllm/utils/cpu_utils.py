@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import platform
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -46,3 +47,10 @@ def usable_core_count(
     groups = cgroup_folders() if folders is None else folders
     cores = _num_cores(_affinity(), topology)
     return max(1, min([cores, *(math.floor(quota) for quota in _quotas(groups))]))
+
+
+def cpu_name() -> str:
+    """The model of the CPU as the system names it."""
+    lines = read_text(Path("/proc/cpuinfo")).splitlines()
+    names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())

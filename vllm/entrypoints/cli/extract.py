@@ -13,6 +13,23 @@ from vllm.utils.interrupts import terminated_as_interrupted
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.entrypoints.extract.options import ExtractOptions
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+_MOST_USED = {
+    "--input FILE ...": "files or folders of prompts: JSONL, JSON, Parquet, Arrow, text",
+    "--layers IDS": 'layers such as "2,12,last", ":" (all) or "eagle3"; 0 is the embedding',
+    "--output FOLDER": "folder of the dataset; the same command resumes it",
+    "--positions WHICH": "tokens whose rows are kept: all, last, every:K or mask",
+    "--pooling HOW": "one row for each sample: mean or last",
+    "--format FORMAT": "sharded, files, or speculators",
+    "--storage-dtype TYPE": "dtype of the stored rows: auto, float32, bfloat16, float16, fp8",
+    "--keep-columns NAME ...": "columns of the input, such as labels, to store with the samples",
+    "--max-length N": "most tokens in a sample; --on-long says what happens to longer ones",
+    "--max-samples N": "most records to read",
+    "--dry-run": "print the plan, with the disk and memory that it needs, and stop",
+    "--verify N": "compute N samples again with transformers and compare",
+}
+_EXAMPLE = "vllm extract Qwen/Qwen3.5-0.8B --input data.jsonl --layers 2,12,21,last --output out"
 
 _NOT_OF_USE = frozenset({
     "speculative_config", "kv_transfer_config", "served_model_name", "generation_config",
@@ -53,16 +70,11 @@ def extract(argv: Sequence[str]) -> int:
 def parse_extract_arguments(argv: Sequence[str]) -> ExtractArguments:
     """Parse and check the arguments; a mistake ends the program with a message and status 2."""
     from vllm.engine.arg_utils import EngineArgs
-    from vllm.entrypoints.cli.serve_arguments import command_parser, parse_flags
+    from vllm.entrypoints.cli.serve_arguments import parse_flags
     from vllm.entrypoints.extract.options import ExtractOptions
-    from vllm.utils.options import add_flags, given_options, options_of
+    from vllm.utils.options import given_options
 
-    parser = command_parser(
-        "vllm extract MODEL --input FILE --layers IDS --output FOLDER [flags]",
-        "Make a dataset of hidden states. Run the same command again to resume it.",
-    )
-    add_flags(parser, options_of(ExtractOptions))
-    EngineArgs.add_cli_args(parser, _NOT_OF_USE)
+    parser = make_extract_parser()
     try:
         args = parse_flags(parser, argv)
         if args.merge:
@@ -71,3 +83,20 @@ def parse_extract_arguments(argv: Sequence[str]) -> ExtractArguments:
         return ExtractArguments(EngineArgs.from_cli_args(args), options)
     except ValueError as error:
         parser.error(str(error))
+
+
+def make_extract_parser() -> FlexibleArgumentParser:
+    """Make the parser with every flag of the job and of the engine."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.entrypoints.cli.serve_arguments import command_parser
+    from vllm.entrypoints.extract.options import ExtractOptions
+    from vllm.utils.options import add_flags, options_of
+
+    parser = command_parser(
+        "vllm extract MODEL --input FILE --layers IDS --output FOLDER [flags]",
+        "Make a dataset of hidden states. Run the same command again to resume it.",
+    )
+    parser.most_used, parser.example = _MOST_USED, _EXAMPLE
+    add_flags(parser, options_of(ExtractOptions))
+    EngineArgs.add_cli_args(parser, _NOT_OF_USE)
+    return parser

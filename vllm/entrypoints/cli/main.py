@@ -16,9 +16,13 @@ COMMANDS = {
     "bench": "Measure the engine on this machine.",
     "hidden-states": "Inspect, verify and convert datasets of hidden states.",
     "models": "List the families that run, or tell whether and how a checkpoint would run.",
+    "collect-env": "Print versions, kernels and limits for a report of a fault.",
+    "completion": "Print a script that completes commands and flags in a shell.",
+    "help": "Show this text, or the help of a command.",
 }
-"""Command -> its help; a function of that name, in a module of that name, runs its arguments."""
-_COMMAND_LINES = "\n".join(f"  {name:13} {about}" for name, about in COMMANDS.items())
+"""Command -> its help; a function of that name, in a module of that name, runs its arguments.
+Only ``help`` is here."""
+_COMMAND_LINES = "\n".join(f"  {name:14}{about}" for name, about in COMMANDS.items())
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -29,8 +33,8 @@ def build_parser() -> argparse.ArgumentParser:
         description=f"{PRODUCT}: extracts exact hidden states from causal language models, fast.\n"
         "It has the API of the vLLM project, but is not that project.\n\n"
         f"Commands:\n{_COMMAND_LINES}",
-        epilog="vllm serve --help lists the flags by group; vllm serve --help=NAME explains one "
-        "flag or\none group. In Python: from vllm import LLM, SamplingParams",
+        epilog="vllm COMMAND --help shows the flags of a command; vllm --help=NAME explains one "
+        "flag or one\ngroup, of any command. In Python: from vllm import LLM, SamplingParams",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         add_help=False,
         allow_abbrev=False,
@@ -42,7 +46,7 @@ def build_parser() -> argparse.ArgumentParser:
         nargs="?",
         const="",
         metavar="NAME",
-        help="show this text, or with NAME that flag or group of vllm serve",
+        help="show this text, or with NAME that flag or group, of any command",
     )
     return parser
 
@@ -59,15 +63,32 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         print(version_line())
         return 0
-    if name := options.help:
-        return _run_command("serve", [f"--help={name}"])
-    parser.print_help()
+    if options.help:
+        _explain(options.help)
+    else:
+        parser.print_help()
     return 0
 
 
+def _explain(name: str) -> None:
+    """Print help for a flag or a group, from every command that has it."""
+    from vllm.entrypoints.cli.help import explain_in_all
+    from vllm.entrypoints.cli.parsers import command_parsers
+
+    parsers = command_parsers()
+    text = explain_in_all(parsers, name)
+    if text is None:
+        flags = [flag for parser in parsers.values() for flag in parser._option_string_actions]
+        build_parser().error(f"there is no flag or group {name!r}{did_you_mean(name, flags)}")
+    print(text)
+
+
 def _run_command(name: str, arguments: Sequence[str]) -> int:
+    if name == "help":
+        return main([*arguments[:1], "--help"])
     if name not in COMMANDS:
-        build_parser().error(f"there is no command {name!r}{did_you_mean(name, COMMANDS)}")
+        hint = did_you_mean(name, COMMANDS) or f"; the commands are {', '.join(COMMANDS)}"
+        build_parser().error(f"there is no command {name!r}{hint}")
     function = name.replace("-", "_")
     module = import_module(f"vllm.entrypoints.cli.{function}")
     status: int = vars(module)[function](arguments)

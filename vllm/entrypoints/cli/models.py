@@ -14,6 +14,12 @@ if TYPE_CHECKING:
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 _WIDTH = 100
+_MOST_USED = {
+    "--json": "print JSON",
+    "--markdown": "print the table of docs/supported_models.md",
+    "--max-model-len N": "longest request, for the sizes in the report",
+    "--trust-remote-code": "run Python code that comes with the checkpoint",
+}
 
 
 def build_models_parser() -> FlexibleArgumentParser:
@@ -26,6 +32,7 @@ def build_models_parser() -> FlexibleArgumentParser:
         "List the families that run; with a checkpoint, tell whether and how it would run, without "
         "reading its weights. If an engine would refuse it, print the reason and exit with 1.",
     )
+    parser.most_used, parser.example = _MOST_USED, "vllm models Qwen/Qwen3.5-0.8B"
     output = parser.add_argument_group("Output", "The form of the output.")
     form = output.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="Print JSON instead of text.")

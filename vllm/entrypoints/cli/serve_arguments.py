@@ -17,6 +17,27 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser, json_object
 from vllm.utils.options import add_flags, given_options, options_of
 from vllm.utils.text import did_you_mean
 
+_MOST_USED = {
+    "--config FILE": "YAML file with flags; the command line wins",
+    "--host ADDRESS": "address to listen on; default: all addresses of this machine",
+    "--port N": "port to listen on (8000)",
+    "--api-key KEY ...": "keys of which requests must carry one",
+    "--served-model-name NAME ...": "names of the model in requests",
+    "--dtype TYPE": "auto (the checkpoint's), float32, bfloat16 or float16",
+    "--max-model-len N": "most tokens of a request, prompt and answer",
+    "--kv-cache-memory-bytes SIZE": "memory for keys, values and states, such as 4GiB",
+    "--speculative-config JSON": "the layers to extract",
+    "--kv-transfer-config JSON": "the connector, which writes hidden states to files",
+    "--enable-hidden-states-download": "serve these files to clients on other machines",
+    "--hidden-states-quota-gib N": "most GiB that the files may take",
+}
+_EXAMPLE = """\
+vllm serve Qwen/Qwen3.5-0.8B --port 8000 \\
+  --speculative-config '{"method": "extract_hidden_states", "num_speculative_tokens": 1,
+    "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": [2, 12, 21, 24]}}}' \\
+  --kv-transfer-config '{"kv_connector": "ExampleHiddenStatesConnector",
+    "kv_role": "kv_producer", "kv_connector_extra_config": {"shared_storage_path": "out"}}'"""
+
 
 class ServeArguments(NamedTuple):
     """The checked options of a command line."""
@@ -33,6 +54,7 @@ def make_serve_parser() -> FlexibleArgumentParser:
         " Flags may be spelled with dashes or underscores; a flag that takes JSON also takes its "
         "entries one by one: --kv-transfer-config.kv_role=kv_producer.",
     )
+    parser.most_used, parser.example = _MOST_USED, _EXAMPLE
     add_flags(parser, options_of(ServerSettings))
     AsyncEngineArgs.add_cli_args(parser)
     return parser
