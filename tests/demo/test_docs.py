@@ -1,24 +1,41 @@
-"""Everything in README and docs can be pasted: code runs, commands parse, links lead somewhere."""
+"""Everything in README and docs can be pasted: code and commands run, links lead somewhere.
+
+Blocks marked ``python`` and ``console`` run as they stand, apart from the checkpoint, the storage
+folder and the port. Fragments are marked ``py``; commands that take long, or whose words stand for
+others, are indented, and only parsed.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import runpy
 import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import httpx
 import pytest
 import torch
 
 from tests.models.checkpoints import make_checkpoint
+from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (
+    load_hidden_states,
+)
 from vllm.entrypoints.cli.extract import parse_extract_arguments
 from vllm.entrypoints.cli.hidden_states import build_hidden_states_parser
 from vllm.entrypoints.cli.models import build_models_parser
 from vllm.entrypoints.cli.serve_arguments import parse_serve_arguments
 from vllm.entrypoints.extract.job import run_job
+from vllm.hidden_states import HiddenStatesDataset
 from vllm.v1.rows.file import write_hidden_states
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -94,6 +111,105 @@ def test_code_can_be_pasted(block: Block, place: Path, monkeypatch: pytest.Monke
     script = place / "block.py"
     script.write_text("\n" * (block.line - 1) + adapted(block, place))
     runpy.run_path(str(script), run_name="__main__")
+
+
+SERVER = "http://localhost:8000"
+CONSOLE = list(fenced("console"))
+SECONDS = 180.0
+
+
+def start(block: Block, place: Path, folder: Path, more: str = "") -> subprocess.Popen[str]:
+    """Run a block in bash, with this interpreter's ``vllm``, in ``folder``."""
+    command = folder / "bin" / "vllm"
+    command.parent.mkdir(exist_ok=True)
+    command.write_text(f'#!/bin/sh\nexec {sys.executable} -m vllm.entrypoints.cli.main "$@"\n')
+    command.chmod(0o755)
+    variables = {"PATH": f"{command.parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(
+        ["bash", "-ec", adapted(block, place).rstrip() + more],
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **variables},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def finished(process: subprocess.Popen[str]) -> str:
+    """What a block printed; the test fails if a command of it did."""
+    try:
+        printed, _ = process.communicate(timeout=SECONDS)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 0, printed
+    return printed
+
+
+@pytest.fixture
+def desk(place: Path, tmp_path: Path) -> Path:
+    """A folder with the input and the dataset that blocks name; blocks may write here."""
+    shutil.copy(place / "data.jsonl", tmp_path)
+    shutil.copytree(place / "out", tmp_path / "out")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "block", [b for b in CONSOLE if "serve" not in b.code and SERVER not in b.code], ids=str
+)
+def test_commands_can_be_pasted(block: Block, place: Path, desk: Path) -> None:
+    if "vllm extract" in block.code:  # into a new folder
+        shutil.rmtree(desk / "out")
+    assert finished(start(block, place, desk))
+    if "vllm extract" in block.code:
+        dataset = HiddenStatesDataset(desk / "out")
+        layers = re.search(r"--layers (\S+)", block.code)
+        assert layers is not None and len(dataset) == 8
+        assert len(dataset.layer_ids) == layers[1].count(",") + 1
+
+
+@pytest.mark.parametrize("block", [b for b in CONSOLE if "vllm serve" in b.code], ids=str)
+def test_servers_and_their_requests_can_be_pasted(block: Block, place: Path, desk: Path) -> None:
+    requests = [b for b in CONSOLE if b.page == block.page and SERVER in b.code]
+    assert requests and all(b.code.startswith("curl ") for b in requests)
+    if shutil.which("curl") is None:
+        pytest.skip("there is no curl here")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        url = f"http://localhost:{probe.getsockname()[1]}"
+    server = start(block, place, desk, f" --port {url.rpartition(':')[2]} --max-model-len 512")
+    try:
+        deadline = time.monotonic() + SECONDS
+        while not answers(url):
+            assert server.poll() is None, server.communicate()[0]
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+        for request in requests:
+            sent = request._replace(code=request.code.replace("curl ", "curl -sS ", 1))
+            sent = sent._replace(code=sent.code.replace(SERVER, url))
+            reply = json.loads(finished(start(sent, place, desk)))
+            path = reply["kv_transfer_params"]["hidden_states_path"]
+            assert load_hidden_states(path)["hidden_states"].shape[1] == 4
+    finally:
+        os.killpg(server.pid, signal.SIGTERM)
+        log = finished(server)
+    assert "Application shutdown complete" in log
+
+
+def answers(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/health", trust_env=False).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def test_every_block_is_run_or_marked_as_a_fragment() -> None:
+    for page in PAGES:
+        marks = re.findall(r"^```(.*)$", page.read_text(), re.MULTILINE)
+        assert not set(marks[::2]) - {"python", "py", "console"}, page
+        assert not set(marks[1::2]) - {""}, page
+    assert len(CONSOLE) > 6 and any("vllm models" in block.code for block in CONSOLE)
 
 
 @pytest.mark.parametrize("block", list(commands()), ids=str)
