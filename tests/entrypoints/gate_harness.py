@@ -35,6 +35,8 @@ class GateState:
     stats: EngineStats = field(default_factory=EngineStats)
     server_load: int = 0
     is_draining: bool = False
+    facts: list[tuple[str, str]] = field(default_factory=list)
+    storage_folder: str | None = None
     metrics: ServerMetrics = field(init=False)
     model_name: str = field(init=False)
     received: list[int] = field(default_factory=list)

@@ -222,7 +222,7 @@ def test_series_follow_the_rules_of_prometheus() -> None:
     """What `promtool check metrics` holds names to, but for the colon, which is upstream's."""
     metrics = ServerMetrics(lambda: EngineStats(), "tiny")
     metrics.count_failure("disk_full")
-    metrics.count_response(429)
+    metrics.count_response(429, "/v1/completions")
     units = {"minutes", "hours", "days", "milliseconds", "kilobytes", "mebibytes", "percent"}
     for family in metrics.collect():
         name = family.name.removeprefix("vllm:")
@@ -249,7 +249,7 @@ def test_promtool_finds_nothing_but_the_colons() -> None:
         pytest.skip("there is no promtool here (Debian: prometheus)")
     state = GateState(ServerSettings(), stats=STATS)
     state.metrics.count_failure("disk_full")
-    state.metrics.count_response(429)
+    state.metrics.count_response(429, "/v1/completions")
     with gate(app_of, state) as server:
         text = httpx.get(f"{server.url}/metrics/").text
     command = ["promtool", "check", "metrics"]

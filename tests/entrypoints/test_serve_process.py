@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import socket
 import ssl
@@ -98,6 +99,20 @@ def test_a_whole_life(tiny_llama: Path, folder: Path, pool: ThreadPoolExecutor) 
             f"  files       {folder} (also at /v1/hidden_states/{{id}})",
         ):
             assert line in server.log
+        with server.client() as client:
+            status, metrics = client.get("/").text, client.get("/metrics").text
+        hidden_size = json.loads((tiny_llama / "config.json").read_text())["hidden_size"]
+        for name, value in (
+            ("layers", f"4 of hidden size {hidden_size}"),
+            ("dtype", "float32"),
+            ("context", "512 tokens per request"),
+            ("extraction", "layers [0, 2, 4] of 0 to 4"),
+            ("files", f"{folder} (also at /v1/hidden_states/{{id}})"),
+        ):
+            assert f'<th scope="row">{name}</th><td>{value}</td>' in status
+        free = re.search(r"^vllm:hidden_states_disk_free_bytes{.*} (\S+)$", metrics, re.MULTILINE)
+        assert free is not None and float(free[1]) > 0
+        assert re.search(r"^vllm:hidden_states_kept_files{.*} 0.0$", metrics, re.MULTILINE)
         assert "attention: 4 layers" in server.log
         assert f"{PRODUCT} {VERSION} is ready" in server.log
         assert "vLLM" not in server.log

@@ -6,6 +6,7 @@ from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.openapi.utils import get_openapi
+from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from starlette.responses import Response
@@ -54,6 +55,14 @@ ERROR_STATUSES = {
     503: "The engine is gone, or the server is shutting down",
     507: "There is no room for the request's hidden states",
 }
+_MESSAGES = [{"role": "user", "content": "A question?"}]
+EXAMPLES: dict[type[BaseModel], dict[str, Any]] = {
+    CompletionRequest: {"prompt": "A text.", "max_tokens": 16},
+    ChatCompletionRequest: {"messages": _MESSAGES, "max_tokens": 16},
+    TokenizeRequest: {"prompt": "A text."},
+    DetokenizeRequest: {"tokens": [1, 2, 3]},
+}
+"""A body for each endpoint that takes one."""
 _OF_BODIES = (400, 404, 413, 503)
 _REF = "#/components/schemas/{model}"
 _DESCRIBED: tuple[type[BaseModel], ...] = (
@@ -79,9 +88,11 @@ def build_app(state: ServerState) -> FastAPI:
         redoc_url=None,
     )
     app.state.server = state
+    paths = ["/openapi.json"]
     for one in (router, pages.router, downloads.router):
         app.include_router(one)
-    install_limits(app, state.settings, state)
+        paths += [route.path for route in one.routes if isinstance(route, APIRoute)]
+    install_limits(app, state.settings, state, paths)
     app.openapi = lambda: _describe(app)  # type: ignore[method-assign]
     return app
 
@@ -116,7 +127,8 @@ def _takes(body: type[BaseModel], *statuses: int, events: type[BaseModel] | None
     responses = _errors(*sorted({*_OF_BODIES, *statuses}))
     if events is not None:
         responses[200] = {"content": {"text/event-stream": _json(events)}}
-    request = {"required": True, "content": {"application/json": _json(body)}}
+    content = {**_json(body), "example": EXAMPLES[body]}
+    request = {"required": True, "content": {"application/json": content}}
     return {"responses": responses, "openapi_extra": {"requestBody": request}}
 
 

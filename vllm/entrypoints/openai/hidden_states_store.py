@@ -10,6 +10,7 @@ never one that is being read.
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import re
 import time
@@ -105,11 +106,12 @@ class HiddenStatesStore:
         self.can_download = settings.enable_hidden_states_download
         self._ttl_seconds = settings.hidden_states_ttl
         quota = settings.hidden_states_quota_gib
-        self._quota_bytes = float("inf") if quota is None else int(quota * GIB_BYTES)
+        self.quota_bytes = math.inf if quota is None else int(quota * GIB_BYTES)
         self._clock = clock
         self._files: dict[str, StoredFile] = {}
         """Files by id; the least recently touched first."""
-        self._num_bytes = 0
+        self.num_bytes = 0
+        """Size of all files."""
         self._last_look = float("-inf")
 
     @classmethod
@@ -172,7 +174,7 @@ class HiddenStatesStore:
         self._forget(file_id)  # a client may choose the same path again
         touched = self._clock() - age_seconds
         self._files[file_id] = StoredFile(path, status.st_size, touched, header_checksum(path))
-        self._num_bytes += status.st_size
+        self.num_bytes += status.st_size
         return file_id
 
     def find(self, file_id: str) -> StoredFile | None:
@@ -209,8 +211,8 @@ class HiddenStatesStore:
             self._make_room()
         if self._is_full():
             raise QuotaExceededError(
-                f"Files of this server take {format_bytes(self._num_bytes)}, and its quota is "
-                f"{format_bytes(int(self._quota_bytes))} (--hidden-states-quota-gib): fetch and "
+                f"Files of this server take {format_bytes(self.num_bytes)}, and its quota is "
+                f"{format_bytes(int(self.quota_bytes))} (--hidden-states-quota-gib): fetch and "
                 "delete some of them, or try again later"
             )
 
@@ -233,7 +235,7 @@ class HiddenStatesStore:
             await asyncio.sleep(period)
 
     def _is_full(self) -> bool:
-        return self._num_bytes >= self._quota_bytes
+        return self.num_bytes >= self.quota_bytes
 
     def _make_room(self) -> None:
         for file_id in missing_files(self._files):
@@ -257,7 +259,7 @@ class HiddenStatesStore:
     def _forget(self, file_id: str) -> None:
         file = self._files.pop(file_id, None)
         if file is not None:
-            self._num_bytes -= file.num_bytes
+            self.num_bytes -= file.num_bytes
 
 
 def version_of(status: os.stat_result) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -19,6 +19,7 @@ from fastapi import FastAPI
 from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
+from starlette.routing import compile_path
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vllm.entrypoints.openai.errors import STATUS_CLIENT_GONE, ApiError
@@ -231,24 +232,30 @@ def body_too_large(settings: ServerSettings) -> ApiError:
 class RequestGate:
     """The ASGI layer that the module describes; one instance per server."""
 
-    def __init__(self, app: ASGIApp, settings: ServerSettings, state: ServerState) -> None:
+    def __init__(
+        self, app: ASGIApp, settings: ServerSettings, state: ServerState, paths: Sequence[str]
+    ) -> None:
         self._app, self._settings, self._state = app, settings, state
+        self._endpoints = [(compile_path(path)[0], path) for path in paths]
         self._keys = [key.encode() for key in settings.accepted_keys]
-        self._count = state.metrics.count_response
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        exchange = Exchange(scope, receive, send, self._settings, self._count)
+
+        def count(status: int) -> None:
+            self._state.metrics.count_response(status, self._endpoint_of(scope))
+
+        exchange = Exchange(scope, receive, send, self._settings, count)
         try:
             await self._answer(exchange)
         except ClientDisconnect:
             if not exchange.is_started:
-                self._count(STATUS_CLIENT_GONE)
+                count(STATUS_CLIENT_GONE)
         except Exception:
             if not exchange.is_started:  # the application answers with 500, outside this layer
-                self._count(500)
+                count(500)
             raise
         finally:
             exchange.end()
@@ -282,6 +289,15 @@ class RequestGate:
                 "(--max-queued-requests); try again later",
             )
         return None
+
+    def _endpoint_of(self, scope: Scope) -> str:
+        """Return the path of the endpoint that a request is for, as it is declared.
+
+        All other paths have one name together, because clients choose them.
+        """
+        path = endpoint_path(scope)
+        found = (name for pattern, name in self._endpoints if pattern.match(path))
+        return next(found, "(no endpoint)")
 
     def _has_key(self, headers: Headers) -> bool:
         scheme, _, key_text = headers.get("authorization", "").partition(" ")
@@ -331,9 +347,11 @@ def endpoint_path(scope: Scope) -> str:
     return path or "/"
 
 
-def install_limits(app: FastAPI, settings: ServerSettings, state: ServerState) -> None:
-    """Put the gate and CORS before the endpoints of ``app``."""
-    app.add_middleware(RequestGate, settings=settings, state=state)
+def install_limits(
+    app: FastAPI, settings: ServerSettings, state: ServerState, paths: Sequence[str] = ()
+) -> None:
+    """Put the gate and CORS before the endpoints of ``app``, whose paths are ``paths``."""
+    app.add_middleware(RequestGate, settings=settings, state=state, paths=paths)
     app.add_middleware(
         CORSMiddleware,
         allow_origins=settings.allowed_origins,

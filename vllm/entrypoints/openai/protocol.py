@@ -173,31 +173,56 @@ class GenerationBody(Body):
     """Fields that completions and chat completions share."""
 
     n: int | None = Field(default=None, le=1024, json_schema_extra={"minimum": 1})
+    """Number of answers for each prompt; 1 by default."""
     max_tokens: Int64 | None = documented(minimum=1)
+    """Most tokens to generate; at least 1. Default: 16 for completions, the rest of the context
+    for chat."""
     min_tokens: Int64 | None = documented(minimum=0)
+    """Number of tokens before which the answer does not stop."""
     temperature: float | None = documented(minimum=0, maximum=2)
+    """0: always the most likely token; higher values give more random ones. Default: the
+    checkpoint's, else 1."""
     top_p: float | None = documented(exclusiveMinimum=0, maximum=1)
+    """Sample from the most likely tokens whose probabilities add up to this."""
     top_k: Int64 | None = documented(minimum=-1)
+    """Sample from this many most likely tokens; 0 and -1: from all."""
     min_p: float | None = documented(minimum=0, maximum=1)
+    """Sample from tokens at least this probable, relative to the most likely one."""
     presence_penalty: float | None = documented(minimum=-2, maximum=2)
+    """Lower the logits of tokens that the answer has already."""
     frequency_penalty: float | None = documented(minimum=-2, maximum=2)
+    """Lower the logits of tokens by their count in the answer."""
     repetition_penalty: float | None = documented(exclusiveMinimum=0)
+    """Divide the logits of tokens in prompt and answer; 1: no change."""
     seed: Int64 | None = None
+    """Seed of the sampling; the same seed gives the same answer."""
     stop: Stop | None = None
+    """Text, or texts, at which the answer ends."""
     stop_token_ids: TokenIds | None = None
+    """Token ids at which the answer ends."""
     ignore_eos: bool | None = None
+    """Do not end at the model's end-of-text token."""
     include_stop_str_in_output: bool | None = None
+    """Keep the text of ``stop`` at the end of the answer."""
     skip_special_tokens: bool | None = None
+    """Leave special tokens out of the text; true by default."""
     spaces_between_special_tokens: bool | None = None
+    """Write spaces between special tokens; true by default."""
     logit_bias: dict[str, float] | None = None
+    """Token id -> number added to its logit."""
     allowed_token_ids: TokenIds | None = None
+    """Token ids from which answers are made; all by default."""
     bad_words: Texts | None = None
+    """Texts that answers do not contain."""
     prompt_logprobs: Int64 | None = documented(minimum=0)
+    """Number of most likely tokens to report at each position of the prompt."""
     response_format: dict[str, Any] | None = None
     """Only ``{"type": "text"}`` is supported."""
 
     stream: bool | None = None
+    """Send the answer as server-sent events while it is made."""
     stream_options: StreamOptions | None = None
+    """Options of a stream."""
     return_token_ids: bool | None = None
     """Return the token ids of prompt and output with the text."""
     return_tokens_as_token_ids: bool | None = None
@@ -208,10 +233,13 @@ class GenerationBody(Body):
     truncation_side: Literal["left", "right"] | None = None
     """The side of the prompt that is cut off; left by default."""
     add_special_tokens: bool | None = None
+    """Add the tokenizer's special tokens, such as begin-of-text; by default to texts only."""
     cache_salt: str | None = None
+    """Prompts share cached prefixes only if their salts are equal."""
     priority: Int64 | None = None
     """Lower numbers go first; others than 0 need ``--scheduling-policy priority``."""
     request_id: str | None = None
+    """Name of the request in logs and files; a random one by default."""
     kv_transfer_params: dict[str, Any] | None = None
     """Options for the KV connector, such as ``{"include_output_tokens": true}``."""
 
@@ -220,6 +248,7 @@ class CompletionRequest(GenerationBody):
     """Body of /v1/completions."""
 
     prompt: Prompt | None = None
+    """A text, a list of token ids, or a list of either: one answer, or ``n``, for each."""
     prompt_embeds: Stop | None = None
     """Instead of ``prompt``: a tensor [tokens, hidden] as ``torch.save`` writes it, in base64, or
     several; the server must have been started with ``--enable-prompt-embeds``."""
@@ -235,6 +264,7 @@ class ChatFields(Described):
     """Options for making a prompt of a conversation."""
 
     tools: Annotated[list[dict[str, Any]], Field(max_length=MAX_TOOLS)] | None = None
+    """Descriptions of functions that the model may call, in OpenAI's form."""
     add_generation_prompt: bool | None = None
     """End the prompt with the beginning of an assistant message; true by default."""
     continue_final_message: bool | None = None
@@ -255,10 +285,13 @@ class ChatCompletionRequest(ChatFields, GenerationBody):
     """Body of /v1/chat/completions."""
 
     messages: Messages
+    """The conversation, the oldest message first."""
     max_completion_tokens: Int64 | None = documented(minimum=1)
     """Most tokens to generate; takes precedence over ``max_tokens``."""
     logprobs: bool | None = None
+    """Report the log-probability of each chosen token."""
     top_logprobs: Int64 | None = documented(minimum=0)
+    """Number of most likely tokens to report at each position, with ``logprobs``."""
     tool_choice: ToolChoice | None = None
     """"auto" (the default) or "none"."""
 
@@ -272,15 +305,20 @@ class TokenizeRequest(ChatFields, Body):
     )
 
     prompt: str | None = None
+    """A text, instead of ``messages``."""
     messages: Messages | None = None
+    """A conversation, instead of ``prompt``."""
     return_token_strs: bool | None = None
+    """Return each token as the vocabulary spells it, too."""
     add_special_tokens: bool | None = None
+    """Add the tokenizer's special tokens; by default to texts only."""
 
 
 class DetokenizeRequest(Body):
     """Body of /detokenize."""
 
     tokens: TokenIds
+    """Token ids; those without a token give no text."""
 
 
 CompletionBody = Annotated[CompletionRequest, Depends(CompletionRequest.read)]

@@ -224,7 +224,7 @@ class Server:
         return True
 
     async def _make_state(self) -> ServerState:
-        from vllm.entrypoints.openai.hidden_states_store import HiddenStatesStore
+        from vllm.entrypoints.openai.hidden_states_store import HiddenStatesStore, storage_folder
         from vllm.entrypoints.openai.server_metrics import ServerMetrics
         from vllm.entrypoints.openai.state import ServerState
 
@@ -234,7 +234,7 @@ class Server:
         metrics = ServerMetrics(lambda: self.engine.stats, served_model_names[0])
         self.engine.metrics = metrics
         self.engine.on_connector_stats.append(metrics.follow_connector(config))
-        store = HiddenStatesStore.from_config(config, self.settings)
+        store = metrics.store = HiddenStatesStore.from_config(config, self.settings)
         if store is not None:
             await store.adopt_earlier_files()
         return ServerState(
@@ -243,6 +243,8 @@ class Server:
             served_model_names=served_model_names,
             chat_template=load_chat_template(self.settings.chat_template),
             store=store,
+            facts=server_facts(config, self.settings, self.engine.started, served_model_names),
+            storage_folder=storage_folder(config),
             metrics=metrics,
         )
 
@@ -281,14 +283,7 @@ class Server:
             self.engine.on_connector_stats.append(counted.observe)
             task = log_stats_forever(lambda: self.engine.stats, counted)
             self._background.append(asyncio.create_task(task))
-        summary = startup_summary(
-            self.engine.vllm_config,
-            self.settings,
-            self.engine.started,
-            state.served_model_names,
-            self.bound.url,
-        )
-        logger.info("%s", summary)
+        logger.info("%s", startup_summary(state.facts, self.settings, self.bound.url))
 
     async def _serve(self, state: ServerState) -> int:
         http = self._make_http_server(state)
@@ -361,32 +356,37 @@ class Server:
             remove_leftovers(folder)
 
 
-def startup_summary(
+def startup_summary(facts: list[tuple[str, str]], settings: ServerSettings, url: str) -> str:
+    """Return one line for each fact and for the address."""
+    where = "this address only"
+    if settings.uds is not None or (settings.host or "") in EVERYWHERE:
+        where = "all addresses" if settings.uds is None else "a Unix socket"
+    rows = [*facts, ("URL", f"{url} ({where}; status at /, API at /docs)")]
+    width = max(len(name) for name, _ in rows)
+    lines = [f"  {name:{width}}  {value}" for name, value in rows]
+    return "\n".join([f"{PRODUCT} {VERSION} is ready", *lines])
+
+
+def server_facts(
     config: VllmConfig,
     settings: ServerSettings,
     started: CoreStarted,
     served_model_names: list[str],
-    url: str,
-) -> str:
-    """Return one line each for model, dtype, device, pool, extraction and address."""
+) -> list[tuple[str, str]]:
+    """Return names and values for model, layers, dtype, device, pool and extraction."""
     model = config.model_config
     names = ", ".join(served_model_names)
     pool = [line.removeprefix("KV pool: ") for line in started.pool_description]
-    where = "this address only"
-    if settings.uds is not None or (settings.host or "") in EVERYWHERE:
-        where = "all addresses" if settings.uds is None else "a Unix socket"
-    rows = [
+    layers = f"{model.get_total_num_hidden_layers()} of hidden size {model.get_hidden_size():,}"
+    return [
         ("model", model.model if names == model.model else f"{model.model} (served as {names})"),
+        ("layers", layers),
         ("dtype", str(model.dtype).removeprefix("torch.")),
         ("device", config.device_config.device_type),
         ("context", f"{started.max_model_len:,} tokens per request"),
         *(("" if index else "pool", line) for index, line in enumerate(pool)),
         *_extraction_rows(config, settings),
-        ("URL", f"{url} ({where}; status at /, API at /docs)"),
     ]
-    width = max(len(name) for name, _ in rows)
-    lines = [f"  {name:{width}}  {value}" for name, value in rows]
-    return "\n".join([f"{PRODUCT} {VERSION} is ready", *lines])
 
 
 def _extraction_rows(config: VllmConfig, settings: ServerSettings) -> list[tuple[str, str]]:

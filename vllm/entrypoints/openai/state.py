@@ -39,6 +39,10 @@ class ServerState:
     chat_template: str | None = None
     """Template text that replaces the tokenizer's template."""
     store: HiddenStatesStore | None = None
+    facts: list[tuple[str, str]] = field(default_factory=list)
+    """Names and values that do not change, such as the dtype, for the status page."""
+    storage_folder: str | None = None
+    """Folder of the connector's files."""
     server_load: int = 0
     """Number of generation requests in progress, including streams."""
     is_draining: bool = False

@@ -255,16 +255,19 @@ class EngineMetrics(Collector):
         kind: type[CounterMetricFamily | GaugeMetricFamily],
         name: str,
         about: str,
-        values: Mapping[str, float] | Mapping[int, float] | float,
-        label: str | None = None,
+        values: Mapping[Any, float] | float,
+        *more: str,
     ) -> Metric:
-        """Return a metric with one value, or with one for each value of ``label``."""
-        more = [] if label is None else [label]
+        """Return a metric with one value, or with one for each value of the labels ``more``.
+
+        Keys of ``values`` are values of the label, or tuples of them for several labels.
+        """
         family = kind(f"vllm:{name}", about, labels=[*self._labels, *more])
         own = list(self._labels.values())
         if isinstance(values, Mapping):
             for key, value in values.items():
-                family.add_metric([*own, str(key)], value)
+                parts = key if isinstance(key, tuple) else (key,)
+                family.add_metric([*own, *map(str, parts)], value)
         else:
             family.add_metric(own, values)
         return family
