@@ -151,6 +151,8 @@ def finished(process: subprocess.Popen[str]) -> str:
 def desk(place: Path, tmp_path: Path) -> Path:
     """A folder with the input and the dataset that blocks name; blocks may write here."""
     shutil.copy(place / "data.jsonl", tmp_path)
+    lines = [json.dumps({"text": f"One more text: {number}."}) for number in range(3)]
+    (tmp_path / "more.jsonl").write_text("\n".join(lines))
     shutil.copytree(place / "out", tmp_path / "out")
     return tmp_path
 
@@ -159,13 +161,14 @@ def desk(place: Path, tmp_path: Path) -> Path:
     "block", [b for b in CONSOLE if "serve" not in b.code and SERVER not in b.code], ids=str
 )
 def test_commands_can_be_pasted(block: Block, place: Path, desk: Path) -> None:
-    if "vllm extract" in block.code:  # into a new folder
+    appends = "--append" in block.code
+    if "vllm extract" in block.code and not appends:  # into a new folder
         shutil.rmtree(desk / "out")
     assert finished(start(block, place, desk))
     if "vllm extract" in block.code:
         dataset = HiddenStatesDataset(desk / "out")
         layers = re.search(r"--layers (\S+)", block.code)
-        assert layers is not None and len(dataset) == 8
+        assert layers is not None and len(dataset) == (11 if appends else 8)
         assert len(dataset.layer_ids) == layers[1].count(",") + 1
 
 
