@@ -5,7 +5,7 @@ layers that share a block table; a *tensor* says where the pages of a layer lie
 inside the pool. Nothing here allocates.
 
 The pool is one allocation ``int8[num_blocks, block_bytes]``. Every group overlays
-it in its own way (docs/design.md, "One pool, many lenses")::
+it in its own way (docs/design.md, section 3)::
 
     attention group | page of 16 tokens: L0 L1 L2 ... | next 16 tokens: L0 L1 ... |
     recurrent group | state of L0 | state of L1 | ... as many as fit, of any sizes |

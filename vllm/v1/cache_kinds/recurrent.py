@@ -75,7 +75,7 @@ class MambaSpec(KVCacheSpec):
     def state_tensors(self) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
         """``(shape, dtype)`` of a state in the checkpoint's terms, tensor by tensor.
 
-        docs/design.md (section 3) lists the tensors of each kind of layer. A gated delta net has
+        docs/pool.md ("Layout") lists the tensors of each kind of layer. A gated delta net has
         the inputs of the convolution [width - 1, channels] in the model's dtype, and the state
         [heads, dk, dv] in float32.
         """

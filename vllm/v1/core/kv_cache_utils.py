@@ -1,6 +1,6 @@
 """The plan of the pool: groups, the bytes of a block, how many blocks. Pure functions.
 
-The arithmetic is explained in docs/design.md, section 3. Everything here leads from frozen
+The arithmetic is explained in docs/pool.md. Everything here leads from frozen
 specs to a frozen :class:`KVCacheConfig`; nothing is allocated and no tensor is made. A layer's
 spec knows what the layer keeps and how that lies in a block (``vllm.v1.cache_kinds``).
 """
