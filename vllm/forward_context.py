@@ -8,7 +8,7 @@ in a process do not meet.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -39,6 +39,12 @@ class RowSink(Protocol):
         (``model_executor/captures.py``); ``index`` counts the modules of a capture.
         """
         ...
+
+    def take_logits(
+        self, hidden: torch.Tensor, compute_logits: Callable[[torch.Tensor], torch.Tensor]
+    ) -> None:
+        """Store what is kept of logits, from the model's output [tokens, hidden]; here nothing."""
+        return
 
     def take_aux_hidden_states(self, aux_hidden_states: Sequence[torch.Tensor]) -> None:
         """Store what a model collected itself, one tensor for each layer id, ascending."""

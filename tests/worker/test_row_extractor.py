@@ -51,7 +51,7 @@ def extract(
     """A step in which a request wants all its rows, up to the end of the forward pass."""
     num_tokens, hidden_size = streams[0].shape
     dtype = streams[0].dtype
-    extractor = RowExtractor(make_row_transport(device), hidden_size, dtype, device)
+    extractor = RowExtractor(make_row_transport(device), hidden_size, dtype, device, 0)
     spec = ExtractionSpec(tuple(range(len(streams))), storage_dtype=storage_dtype)
     rows = extractor.make_rows(spec, num_tokens)
     for there in rows.room(0, num_tokens).values():
@@ -183,7 +183,7 @@ def extract_of_many(
 ) -> tuple[RowExtractor, list[RequestState]]:
     """A step of 240 tokens, up to the end of the forward pass."""
     count, hidden_size = 240 // num_requests, 72
-    extractor = RowExtractor(make_row_transport(CARD), hidden_size, torch.float32, CARD)
+    extractor = RowExtractor(make_row_transport(CARD), hidden_size, torch.float32, CARD, 0)
     spec = ExtractionSpec((0, 1), storage_dtype=storage_dtype)
     params = SamplingParams(max_tokens=0)
     states = [

@@ -42,6 +42,10 @@ class ExtractRequest:
     """``auto`` (the model's), ``float32``, ``bfloat16``, ``float16`` or ``fp8``."""
     add_special_tokens: bool | None = None
     """True if a text gets the tokenizer's special tokens, such as BOS."""
+    top_logprobs: int | None = None
+    """Number of most likely next tokens to keep with each row, up to 1,024; 0: none."""
+    logprob_temperature: float | None = None
+    """Divides the logits before their softmax."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -115,6 +119,21 @@ class HiddenStatesSample:
     def expert_layers(self) -> tuple[int, ...]:
         """The decoder layers, counted from 0, in ``expert_ids``."""
         return tuple(self.constants.get("expert_layers", ()))
+
+    @property
+    def top_token_ids(self) -> torch.Tensor | None:
+        """int32 [rows, k], the most likely next tokens, the most likely first."""
+        return self.tensors.get("top_token_ids")
+
+    @property
+    def top_logprobs(self) -> torch.Tensor | None:
+        """float32 [rows, k], their log-probabilities."""
+        return self.tensors.get("top_logprobs")
+
+    @property
+    def token_logprobs(self) -> torch.Tensor | None:
+        """float32 [rows], the log-probability of the token that follows; NaN for the last."""
+        return self.tensors.get("token_logprobs")
 
     @property
     def nbytes(self) -> int:

@@ -38,6 +38,11 @@ class ExtractionSpec(msgspec.Struct, frozen=True):
     """Prompt tokens whose rows are wanted, ascending; None: all of them."""
     storage_dtype: str | None = None
     """"float32", "bfloat16", "float16", "fp8"; None: the model's."""
+    top_logprobs: int = 0
+    """Most likely next tokens whose log-probabilities are kept with each row; 0: none."""
+    logprob_temperature: float = 1.0
+    token_after: int | None = None
+    """The token after the request's prompt, if the caller's prompt has more tokens."""
 
     def checked_positions(self, num_tokens: int) -> Sequence[int]:
         """Return the positions in a prompt. ValueError: they do not ascend, or exceed it."""

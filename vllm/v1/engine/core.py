@@ -78,6 +78,10 @@ class EngineCore:
         if speculative is not None:
             self._deepest_layer = self._depth_of(speculative.hidden_state_layer_ids)
 
+    @property
+    def _depth_with_norm(self) -> int:
+        return 1 + self.vllm_config.model_config.get_total_num_hidden_layers()
+
     def _depth_of(self, layer_ids: Sequence[LayerId]) -> int:
         """Return how far rows of these layers run. ValueError: the model has no final norm."""
         if NORM in layer_ids and (reason := self.executor.no_norm_reason()) is not None:
@@ -203,6 +207,8 @@ class EngineCore:
                     "connector (speculative_config): make an engine without it, or use generate()"
                 )
             request.num_layers_to_run = self._depth_of(message.extraction.layer_ids)
+            if message.extraction.top_logprobs:
+                request.num_layers_to_run = self._depth_with_norm
         elif not needs_logits:
             request.num_layers_to_run = self._deepest_layer
         if request.num_layers_to_run is not None:

@@ -39,6 +39,7 @@ from vllm.v1.engine import ExtractionSpec
 from vllm.v1.engine.input_processor import InputProcessor, ProcessedInput
 from vllm.v1.outputs import ExtractedRows
 from vllm.v1.rows.fields.hidden import STORAGE_DTYPES
+from vllm.v1.rows.fields.logprobs import MOST, TopLogprobs
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -61,6 +62,8 @@ class ExtractionSettings:
     max_in_flight: int | None
     pooling: Pooling = "none"
     add_special_tokens: bool = True
+    top_logprobs: int = 0
+    logprob_temperature: float = 1.0
 
     def __post_init__(self) -> None:
         if self.on_error not in ("raise", "yield"):
@@ -69,6 +72,7 @@ class ExtractionSettings:
         if most is not None and not (isinstance(most, Integral) and int(most) >= 1):
             raise ValueError(f"max_in_flight={most!r}: has to be a whole number of at least 1")
         check_pooling(self.pooling)
+        check_logprobs(self.top_logprobs, self.logprob_temperature)
         storage_dtype(self.dtype)
 
 
@@ -103,6 +107,16 @@ def storage_dtype(value: object) -> str | None:
     if name not in STORAGE_DTYPES:
         raise ValueError(f"dtype={brief(value)}: use auto, {', '.join(STORAGE_DTYPES)}")
     return name
+
+
+def check_logprobs(count: object, temperature: object) -> None:
+    """Raise ValueError for a number of log-probabilities, or a temperature, that cannot be."""
+    is_count = isinstance(count, int) and not isinstance(count, bool) and 0 <= count <= MOST
+    if not is_count:
+        raise ValueError(f"top_logprobs={count!r}: has to be a whole number from 0 to {MOST}")
+    is_number = isinstance(temperature, int | float) and not isinstance(temperature, bool)
+    if not is_number or not 1e-4 <= cast("float", temperature) <= 1e4:
+        raise ValueError(f"logprob_temperature={temperature!r}: has to be in [0.0001, 10000]")
 
 
 _resolve_layers = lru_cache(maxsize=256)(resolve_layer_ids)
@@ -217,7 +231,14 @@ class ExtractionFeed:
             pooled_as = self._model_config.dtype if name is None else STORAGE_DTYPES[name]
             name = "float32"
         rows = None if chosen is None else sorted(set(chosen))
-        spec = ExtractionSpec(self._layer_ids(layers), rows, name)
+        end = len(token_ids) if rows is None else [-1, *rows][-1] + 1
+        spec = ExtractionSpec(
+            self._layer_ids(layers),
+            rows,
+            name,
+            *self._logprobs(options),
+            token_after=token_ids[end] if end < len(token_ids) else None,
+        )
         order = None if chosen == rows else torch.searchsorted(*map(torch.tensor, (rows, chosen)))
         if mask is not None:
             mask = None if settings.pooling != "none" else mask if rows is None else mask[rows]
@@ -225,7 +246,6 @@ class ExtractionFeed:
         if rows == []:
             return Prepared(self._sample(request_id, pending, None))
         # Tokens after the last wanted row do not affect it.
-        end = len(token_ids) if rows is None else rows[-1] + 1
         embeds = processed.request.prompt_embeds
         if embeds is not None:
             embeds = embeds[: end * (len(embeds) // len(token_ids))]
@@ -237,6 +257,25 @@ class ExtractionFeed:
         )
         request.sampling_params.output_kind = RequestOutputKind.FINAL_ONLY
         return Prepared(pending, processed._replace(request=request))
+
+    def _logprobs(self, options: ExtractRequest) -> tuple[int, float]:
+        """Return the number of log-probabilities of a request, and their temperature."""
+        settings = self._settings
+        count, temperature = options.top_logprobs, options.logprob_temperature
+        count = settings.top_logprobs if count is None else count
+        temperature = settings.logprob_temperature if temperature is None else temperature
+        check_logprobs(count, temperature)
+        if count > self._model_config.get_vocab_size():
+            raise ValueError(
+                f"top_logprobs={count}: the vocabulary has {self._model_config.get_vocab_size()} "
+                "tokens; ask for fewer"
+            )
+        if count and settings.pooling == "mean":
+            raise ValueError(
+                f"top_logprobs={count} with pooling='mean': log-probabilities have no mean; use "
+                "pooling='none' or 'last'"
+            )
+        return int(count), float(temperature)
 
     def _prompt(self, prompt: PromptType | Conversation) -> PromptType:
         """Return the prompt, or for a conversation its rendered text as token ids."""
@@ -348,7 +387,11 @@ class ExtractionFeed:
         model = self._model_config
         stored = model.dtype if spec.storage_dtype is None else STORAGE_DTYPES[spec.storage_dtype]
         hidden = HiddenStates(spec.layer_ids, model.get_row_size(), model.dtype, stored)
-        return ExtractedRows(empty_rows(hidden.forms, 0))
+        forms = hidden.forms
+        if spec.top_logprobs:
+            sizes = (spec.top_logprobs, spec.logprob_temperature, model.get_vocab_size())
+            forms = forms | dict(TopLogprobs(*sizes).forms)
+        return ExtractedRows(empty_rows(forms, 0))
 
 
 def _as_prompts(prompts: Any) -> Iterator[Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +14,9 @@ from vllm.ops.rows import capture_rows
 from vllm.utils.boundaries import NORM, LayerId, in_order
 from vllm.v1.rows.fields.hidden import HiddenStates
 from vllm.v1.rows.fields.layout import Field, RowLayout
+from vllm.v1.rows.fields.logprobs import LOGITS, TopLogprobs
+
+ComputeLogits = Callable[[torch.Tensor], torch.Tensor]
 
 
 class CaptureTarget(NamedTuple):
@@ -26,6 +29,8 @@ class CaptureTarget(NamedTuple):
     """int64 [tokens], ``block * rows_per_block + row``; -1: the token's row is not wanted."""
     hidden: HiddenStates
     layout: RowLayout
+    next_token_ids: torch.Tensor | None = None
+    """int64 [tokens], the token that follows each, -1 if it is not known; for log-probabilities."""
 
 
 class _Taker(NamedTuple):
@@ -35,6 +40,7 @@ class _Taker(NamedTuple):
     cells: torch.Tensor
     """[blocks, rows_per_block, columns, width]"""
     slots: torch.Tensor
+    next_token_ids: torch.Tensor | None
 
 
 class RowCapture:
@@ -47,10 +53,10 @@ class RowCapture:
 
     def __init__(self, targets: Sequence[CaptureTarget]) -> None:
         self._takers: dict[str, list[_Taker]] = defaultdict(list)
-        for row_cache, slots, hidden, layout in targets:
+        for row_cache, slots, hidden, layout, next_token_ids in targets:
             memory = (row_cache, *layout.views(row_cache))
             for field, cells in zip((hidden, *layout.others), memory, strict=True):
-                self._takers[field.source].append(_Taker(field, cells, slots))
+                self._takers[field.source].append(_Taker(field, cells, slots, next_token_ids))
         takers = [taker for takers in self._takers.values() for taker in takers]
         self.layer_ids = frozenset[LayerId]().union(*(taker.field.boundaries for taker in takers))
         self._num_put: Counter[tuple[str, LayerId]] = Counter()
@@ -62,7 +68,7 @@ class RowCapture:
     def put(self, source: str, index: LayerId, *values: Any) -> None:
         start = self._num_put[source, index]
         end = self._num_put[source, index] = start + len(values[0])
-        for field, cells, slots in self._takers[source]:
+        for field, cells, slots, _ in self._takers[source]:
             columns = field.columns_of(index)
             if not columns:
                 continue
@@ -72,6 +78,19 @@ class RowCapture:
             store = capture_rows if cells.dtype in KERNEL_DTYPES else capture_rows.body
             for column in columns:
                 store(stream, residual, own, column, cells)
+
+    def take_logits(self, hidden: torch.Tensor, compute_logits: ComputeLogits) -> None:
+        """Store what is kept of the logits of the tokens whose rows are wanted, a block of rows
+        after another. hidden: [tokens, hidden], what the model returned."""
+        for field, cells, slots, next_token_ids in self._takers.get(LOGITS, ()):
+            assert isinstance(field, TopLogprobs) and next_token_ids is not None
+            tokens = (slots >= 0).nonzero().flatten()
+            at_once = field.rows_at_once(hidden.element_size())
+            for start in range(0, len(tokens), at_once):
+                part = tokens[start : start + at_once]
+                values, _ = field.encode(compute_logits(hidden[part]), next_token_ids[part])
+                capture_rows.body(values, None, slots[part], 0, cells)
+            self._num_put[LOGITS, 0] = len(slots)
 
     def take_aux_hidden_states(self, aux_hidden_states: Sequence[torch.Tensor]) -> None:
         """Store what a ``SupportsEagle3`` model collected, one tensor per layer id, ascending.
@@ -90,7 +109,7 @@ class RowCapture:
     def end_step(self) -> None:
         """RuntimeError unless every value was put: a row that was not written is never served."""
         for source, takers in self._takers.items():
-            for field, _, slots in takers:
+            for field, _, slots, _ in takers:
                 counts = {index: self._num_put[source, index] for index in field.indexes}
                 missing = [index for index, count in counts.items() if count != len(slots)]
                 if missing:

@@ -71,7 +71,7 @@ class CallerTensors:
         self, hidden: HiddenStates, layout: RowLayout, positions: Sequence[int] | Ints
     ) -> None:
         self.hidden = hidden
-        self._layout = layout
+        self.layout = layout
         self.positions = np.array(positions, dtype=np.int64)
         """int64 [rows], ascending."""
         with torch.inference_mode(False):  # the caller may want gradients
@@ -97,7 +97,7 @@ class CallerTensors:
 
     def fresh(self) -> CallerTensors:
         """Return new tensors for the same rows, none of which has arrived."""
-        return CallerTensors(self.hidden, self._layout, self.positions)
+        return CallerTensors(self.hidden, self.layout, self.positions)
 
     def finish(self, token_ids: list[int]) -> None:
         """Do nothing: the caller asks for :meth:`whole`."""

@@ -106,7 +106,11 @@ class GPUModelRunner:
         self._aux_layer_ids: frozenset[LayerId] = frozenset()
         model_config = vllm_config.model_config
         self.extractor = RowExtractor(
-            self.row_transport, model_config.get_row_size(), model_config.dtype, device
+            self.row_transport,
+            model_config.get_row_size(),
+            model_config.dtype,
+            device,
+            model_config.get_vocab_size(),
         )
 
     def load_model(self) -> None:
@@ -284,6 +288,7 @@ class GPUModelRunner:
                 new.block_ids,
                 rows,
                 embeds,
+                None if new.extraction is None else new.extraction.token_after,
             )
         cached = scheduled.scheduled_cached_reqs
         for req_id, block_ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
@@ -479,6 +484,9 @@ class GPUModelRunner:
         if sink is not None:
             if NORM in sink.layer_ids:
                 sink.put(HIDDEN_STATES, NORM, self._head_input(hidden), None)
+            sink.take_logits(
+                hidden.to(self.vllm_config.model_config.dtype), self.model.compute_logits
+            )
             sink.end_step()
         # A third-party module may compute in another dtype.
         result: torch.Tensor = hidden.to(self.vllm_config.model_config.dtype)

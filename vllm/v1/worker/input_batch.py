@@ -62,7 +62,10 @@ class RequestState:
         block_ids: Sequence[Sequence[int]],
         rows: CallerTensors | None = None,
         prompt_embeds: torch.Tensor | None = None,
+        token_after: int | None = None,
     ) -> None:
+        self.token_after = token_after
+        """The token that follows the prompt, of a request that generates nothing."""
         self.prompt_embeds = prompt_embeds
         """[prompt tokens, hidden] on the host, used instead of the embeddings of the ids."""
         self.req_id = req_id
@@ -84,6 +87,13 @@ class RequestState:
         self.block_tables = [IntVector(ids) for ids in block_ids]
         self.first_blocks: Ints = np.array([ids[0] if ids else 0 for ids in block_ids], np.int64)
         """[groups]; in a recurrent layer's group it is the block of the state."""
+
+    def tokens_after(self, positions: Ints) -> Ints:
+        """int64: the token that follows each position; -1 if it is not known."""
+        after = np.append(self.tokens.values, -1 if self.token_after is None else self.token_after)
+        if self.prompt_embeds is not None:
+            after[: self.num_prompt_tokens] = -1
+        return after[positions + 1]
 
     def holds_any(self, block_ids: Collection[int]) -> bool:
         """Return whether one of these blocks is in a table of the request."""

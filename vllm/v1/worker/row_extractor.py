@@ -17,6 +17,7 @@ from vllm.v1.rows.capture import CaptureTarget
 from vllm.v1.rows.destinations import CallerTensors
 from vllm.v1.rows.fields.hidden import STORAGE_DTYPES, HiddenStates
 from vllm.v1.rows.fields.layout import Field, RowLayout
+from vllm.v1.rows.fields.logprobs import LOGITS, TopLogprobs
 from vllm.v1.rows.leaving import BadRowsError, Ints, LeavingRows, RowMemory, send_rows
 from vllm.v1.worker.input_batch import RequestState, StepBatch
 
@@ -38,10 +39,12 @@ class _Part(NamedTuple):
 
 
 class _Group:
-    """Requests of a step that asked for the same layers in the same dtype."""
+    """Requests of a step that asked for the same layers in the same dtype, and the same fields."""
 
-    def __init__(self, hidden: HiddenStates, num_tokens: int) -> None:
+    def __init__(self, hidden: HiddenStates, layout: RowLayout, num_tokens: int) -> None:
         self.hidden = hidden
+        self._layout = layout
+        self._next_token_ids: Ints | None = None
         self.parts: list[_Part] = []
         self.num_rows = 0
         self.slots: Ints = np.full(num_tokens, -1)
@@ -54,8 +57,12 @@ class _Group:
         self.slots[tokens] = np.arange(self.num_rows, self.num_rows + count)
         self.parts.append(_Part(state.req_id, rows, first, self.num_rows, count))
         self.num_rows += count
+        if any(field.source == LOGITS for field in self._layout.others):
+            if self._next_token_ids is None:
+                self._next_token_ids = np.full(len(self.slots), -1)
+            self._next_token_ids[tokens] = state.tokens_after(rows.positions[first : first + count])
 
-    def stage(self, others: tuple[Field, ...], device: torch.device) -> CaptureTarget:
+    def stage(self, device: torch.device) -> CaptureTarget:
         """Allocate memory for its rows. RuntimeError: not all of them will be captured."""
         captured = np.unique(self.slots[self.slots >= 0])
         if not np.array_equal(captured, np.arange(self.num_rows)):
@@ -63,21 +70,29 @@ class _Group:
                 f"{self.num_rows} rows of hidden states are to leave, but {len(captured)} tokens "
                 "are computed for them"
             )
-        layout = RowLayout(self.hidden.cells, others)
+        layout = self._layout
         self.memory = RowMemory(layout.allocate(self.num_rows, device), self.hidden, layout)
         slots = to_device(self.slots, device)
-        return CaptureTarget(self.memory.row_cache, slots, self.hidden, layout)
+        ids = self._next_token_ids
+        following = None if ids is None else to_device(ids, device)
+        return CaptureTarget(self.memory.row_cache, slots, self.hidden, layout, following)
 
 
 class RowExtractor:
     """Finds the tokens whose rows requests want, and sends the rows to their callers."""
 
     def __init__(
-        self, transport: RowTransport, hidden_size: int, dtype: torch.dtype, device: torch.device
+        self,
+        transport: RowTransport,
+        hidden_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        vocab_size: int,
     ) -> None:
         self._transport = transport
         self._hidden_size = hidden_size
         self._dtype = dtype
+        self._vocab_size = vocab_size
         self._device = device
         self.fields: tuple[Field, ...] = ()
         """Fields that requests get besides hidden states; known once the model is loaded."""
@@ -92,7 +107,11 @@ class RowExtractor:
         stored = self._dtype if name is None else STORAGE_DTYPES[name]
         hidden = HiddenStates(spec.layer_ids, self._hidden_size, self._dtype, stored)
         positions = spec.checked_positions(num_tokens)
-        return CallerTensors(hidden, RowLayout(hidden.cells, self.fields), positions)
+        fields = self.fields
+        if spec.top_logprobs:
+            sizes = (spec.top_logprobs, spec.logprob_temperature, self._vocab_size)
+            fields = (*fields, TopLogprobs(*sizes))
+        return CallerTensors(hidden, RowLayout(hidden.cells, fields), positions)
 
     def begin_step(self, batch: StepBatch) -> list[CaptureTarget]:
         """Return the targets of the rows that requests of the batch want."""
@@ -102,7 +121,7 @@ class RowExtractor:
             for state, end in zip(batch.states, ends, strict=True)
             if state.rows is not None and end == state.num_prompt_tokens
         ]
-        groups: dict[HiddenStates, _Group] = {}
+        groups: dict[tuple[HiddenStates, RowLayout], _Group] = {}
         for index, state in enumerate(batch.states):
             rows = state.rows
             if rows is None:
@@ -113,11 +132,12 @@ class RowExtractor:
             if first >= last:
                 continue
             rows.num_sent = last
-            group = groups.setdefault(rows.hidden, _Group(rows.hidden, batch.num_tokens))
+            form = (rows.hidden, rows.layout)
+            group = groups.setdefault(form, _Group(*form, batch.num_tokens))
             tokens = rows.positions[first:last] - computed + batch.query_start[index]
             group.add(state, rows, first, tokens)
         self._groups = list(groups.values())
-        return [group.stage(self.fields, self._device) for group in self._groups]
+        return [group.stage(self._device) for group in self._groups]
 
     def end_step(self) -> RowsOfStep | None:
         """Start to bring the captured rows to the host; None when there is nothing to report."""
