@@ -95,11 +95,13 @@ def test_bits_do_not_depend_on_the_batch(impl: str, dtype: str, checkpoint: Chec
 def test_beside_norms_in_fp8_and_other_requests(checkpoint: Checkpoint) -> None:
     folder = checkpoint("llama")
     with engine(folder) as llm:
+        (own,) = llm.extract(PROMPTS[2:3], layers=2, top_logprobs=3, positions="last")
         plain = list(llm.extract(PROMPTS, layers=[2, "norm"], dtype="fp8", ordered=True))
         requests = [
             ExtractRequest(prompt, top_logprobs=count) for prompt in PROMPTS for count in (0, 3, 12)
         ]
         samples = list(llm.extract(requests, layers=[2, "norm"], dtype="fp8", ordered=True))
+    assert torch.equal(own.top_logprobs, samples[7].top_logprobs[-1:])
     for index, whole in enumerate(plain):
         none, three, twelve = samples[3 * index : 3 * index + 3]
         assert none.top_logprobs is None

@@ -153,6 +153,8 @@ class LLM:
         max_in_flight: int | None = ...,
         pooling: Pooling = ...,
         add_special_tokens: bool = ...,
+        top_logprobs: int = ...,
+        logprob_temperature: float = ...,
         use_tqdm: ProgressBar = ...,
     ) -> Iterator[HiddenStatesSample]: ...
 
@@ -169,6 +171,8 @@ class LLM:
         max_in_flight: int | None = ...,
         pooling: Pooling = ...,
         add_special_tokens: bool = ...,
+        top_logprobs: int = ...,
+        logprob_temperature: float = ...,
         use_tqdm: ProgressBar = ...,
     ) -> Iterator[HiddenStatesSample | FailedSample]: ...
 
@@ -184,6 +188,8 @@ class LLM:
         max_in_flight: int | None = None,
         pooling: Pooling = "none",
         add_special_tokens: bool = True,
+        top_logprobs: int = 0,
+        logprob_temperature: float = 1.0,
         use_tqdm: ProgressBar = False,
     ) -> Iterator[HiddenStatesSample | FailedSample]:
         """Yield the hidden states of prompts, one sample per prompt, as they are computed.
@@ -211,6 +217,9 @@ class LLM:
             pooling: reduce the rows of a prompt to one: their ``"mean"``, computed in float32, or
                 the ``"last"`` of them. ``"none"``: keep all of them.
             add_special_tokens: give texts the tokenizer's special tokens, such as BOS.
+            top_logprobs: keep the ids and log-probabilities of so many most likely next tokens with
+                each row, and the log-probability of the token that follows; up to 1,024.
+            logprob_temperature: divides the logits before their softmax.
             use_tqdm: as for :meth:`generate`.
 
         Raises:
@@ -221,7 +230,7 @@ class LLM:
         """
         settings = ExtractionSettings(
             *(layers, positions, dtype, ordered, on_error, max_in_flight, pooling),
-            add_special_tokens,
+            *(add_special_tokens, top_logprobs, logprob_temperature),
         )
         engine = self.llm_engine
         feed = ExtractionFeed(

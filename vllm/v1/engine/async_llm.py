@@ -293,11 +293,13 @@ class AsyncLLM(EngineFrontEnd):
         max_in_flight: int | None = None,
         pooling: Pooling = "none",
         add_special_tokens: bool = True,
+        top_logprobs: int = 0,
+        logprob_temperature: float = 1.0,
     ) -> AsyncGenerator[HiddenStatesSample | FailedSample, None]:
         """Do what :meth:`vllm.LLM.extract` does, asynchronously; ``prompts`` may be async, too."""
         settings = ExtractionSettings(
             *(layers, positions, dtype, ordered, on_error, max_in_flight, pooling),
-            add_special_tokens,
+            *(add_special_tokens, top_logprobs, logprob_temperature),
         )
         await self.start()
         is_async = isinstance(prompts, AsyncIterable)
