@@ -17,6 +17,8 @@ from tests.models.checkpoints import make_checkpoint
 from tests.models.harness import ListSink, SingleRequest, floats_of, make_config
 from tests.models.stored_formats import FORMATS, quantise_checkpoint
 from vllm.model_executor.model_loader import get_model
+from vllm.model_executor.model_loader.checkpoint import iterate_shapes, iterate_weights
+from vllm.model_executor.model_loader.loader import find_weights
 
 K_PROJ = "model.layers.1.self_attn.k_proj.weight"
 PROMPT = list(range(3, 40))
@@ -97,15 +99,65 @@ def test_left_over_weights_are_named(folder: Path) -> None:
         load(folder)
 
 
+def in_two_files(folder: Path, ending: str) -> None:
+    """Write one weight with other values into a second file."""
+    weights = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    write(weights, folder / f"weights-1.{ending}")
+    write({K_PROJ: -weights[K_PROJ]}, folder / f"weights-2.{ending}")
+
+
+def write(weights: dict[str, torch.Tensor], path: Path) -> None:
+    if path.suffix == ".bin":
+        torch.save(weights, path)
+    else:
+        save_file(weights, path)
+
+
+def write_index(folder: Path, ending: str, file_of_k_proj: int) -> None:
+    first, stem = folder / f"weights-1.{ending}", "pytorch_model" if ending == "bin" else "model"
+    names = torch.load(first, weights_only=True) if ending == "bin" else load_file(first)
+    places = dict.fromkeys(names, first.name) | {K_PROJ: f"weights-{file_of_k_proj}.{ending}"}
+    (folder / f"{stem}.{ending}.index.json").write_text(json.dumps({"weight_map": places}))
+
+
+@pytest.mark.parametrize("ending", ["safetensors", "bin"])
 @pytest.mark.parametrize("model_impl", ["vllm", "transformers"])
-def test_a_name_in_two_files_is_an_error(model_impl: str, folder: Path) -> None:
-    """Whatever the index says: nobody could tell which of the two was read."""
-    (folder / "model.safetensors").rename(folder / "model-1.safetensors")
-    save_file({K_PROJ: torch.ones(32, 72)}, folder / "model-2.safetensors")
-    names = load_file(folder / "model-1.safetensors").keys() - {K_PROJ}
-    index = {K_PROJ: "model-2.safetensors", **dict.fromkeys(names, "model-1.safetensors")}
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
-    with pytest.raises(ValueError, match=rf"{K_PROJ}' .* twice, in model-1.* and in model-2"):
+def test_a_name_in_two_files_is_read_from_the_one_of_the_index(
+    model_impl: str, ending: str, folder: Path
+) -> None:
+    expected = {1: last_stream(folder)}
+    in_two_files(folder, ending)
+    with pytest.raises(ValueError, match=rf"{K_PROJ}' .* twice, in .*-1\..* and in .*-2\."):
+        load(folder, model_impl=model_impl)
+    other = make_checkpoint(folder.parent / "other", "llama", tokenizer=False)
+    edit(other, lambda weights: weights.update({K_PROJ: -weights[K_PROJ]}))
+    expected[2] = last_stream(other)
+    assert not torch.allclose(expected[1], expected[2])
+    for file, stream in expected.items():
+        write_index(folder, ending, file)
+        vllm_config = make_config(folder, model_impl=model_impl)
+        files = find_weights(vllm_config)
+        assert files is not None
+        read = dict(iterate_weights(files))
+        assert read.keys() == dict(iterate_shapes(files)).keys()
+        save_file(read, other / "model.safetensors")
+        assert torch.equal(last_stream(other), stream)
+        load(folder, model_impl=model_impl)
+
+
+@pytest.mark.parametrize("ending", ["safetensors", "bin"])
+@pytest.mark.parametrize("model_impl", ["vllm", "transformers"])
+def test_a_weight_that_is_not_in_its_shard_is_named_with_it(
+    model_impl: str, ending: str, folder: Path
+) -> None:
+    """Not read from another shard, which the index does not name for it."""
+    in_two_files(folder, ending)
+    write_index(folder, ending, 2)
+    second = next(folder.glob(f"*-2.{ending}"))
+    write({"model.layers.1.unused": torch.ones(3)}, second)
+    where = rf"'{K_PROJ}' is missing from {second.name}, where .*index\.json places it"
+    with pytest.raises(ValueError, match=where):
         load(folder, model_impl=model_impl)
 
 
@@ -239,6 +291,41 @@ def test_skipped_parts_are_counted_in_the_log(
         load(folder)
     assert "Skipped 3 weights named mtp.*" in caplog.text
     assert "Skipped 21 weights named model.visual.*" in caplog.text
+
+
+SKIPPED: list[tuple[str, str, dict[str, Any]]] = [
+    ("qwen3_5_vl", "mtp.layers.0.mlp.up_proj", {}),
+    ("qwen3_5_vl", "model.visual.blocks.0.mlp.up_proj", {}),
+    ("gemma3_vl", "vision_tower.encoder.layers.0.mlp.up_proj", {}),
+    ("gemma3_vl", "model.vision_tower.encoder.layers.0.mlp.up_proj", {}),
+    ("deepseek_v3", "model.layers.4.mlp.up_proj", {"num_nextn_predict_layers": 1}),
+    ("glm4_moe", "layers.4.mlp.up_proj", {"num_nextn_predict_layers": 1}),
+]
+
+
+@pytest.mark.parametrize("model_impl", ["vllm", "transformers"])
+@pytest.mark.parametrize(("family", "module", "options"), SKIPPED)
+def test_what_is_skipped_is_not_looked_at(
+    family: str, module: str, options: dict[str, Any], model_impl: str, tmp_path: Path
+) -> None:
+    """Tensors of a tower may be damaged, be there twice, or mean nothing by the config."""
+    folder = make_checkpoint(tmp_path, family, tokenizer=False, **options)
+    tensors = {
+        f"{module}.qweight": torch.zeros(3, 5, dtype=torch.int32),
+        f"{module}.weight": torch.ones(3, 5).to(torch.float8_e4m3fn),
+        f"{module}.bias": torch.zeros(3, dtype=torch.complex64),
+    }
+    (folder / "model.safetensors").rename(folder / "a.safetensors")
+    for file in ("b", "c"):
+        save_file(tensors, folder / f"{file}.safetensors")
+    content = json.loads((folder / "config.json").read_text())
+    settings = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True}
+    content["quantization_config"] = settings
+    (folder / "config.json").write_text(json.dumps(content))
+    load(folder, model_impl=model_impl)
+    save_file({"model.layers.1.x": torch.ones(2, dtype=torch.complex64)}, folder / "b.safetensors")
+    with pytest.raises(ValueError, match=r"weight 'model.layers.1.x' is C64 in the checkpoint"):
+        load(folder, model_impl=model_impl)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_5"])

@@ -82,7 +82,7 @@ def _weights(vllm_config: VllmConfig) -> dict[str, Any]:
 def _model_classes(model: ModelConfig) -> dict[str, dict[str, str]]:
     """Registered and overriding model classes, by the architecture that they run."""
     found = {}
-    for name in model.architectures:
+    for name in dict.fromkeys((*model.architectures, *model.causal_architectures)):
         target = model.model_class_overrides.get(name) or ModelRegistry.registered(name)
         if target is not None:
             model_class = import_class(name, target) if isinstance(target, str) else target
@@ -118,7 +118,7 @@ def _remote_code(model: ModelConfig) -> str | None:
 
 def _transformers_version(model: ModelConfig) -> str | None:
     """The version of transformers if its module computes, not a class of this package."""
-    is_ours = ModelRegistry.find_model_cls(model.architectures) is not None
+    is_ours = ModelRegistry.find_model_cls(model.causal_architectures) is not None
     if is_ours and model.model_impl != "transformers":
         return None
     import transformers

@@ -352,6 +352,16 @@ class ModelConfig:
         """Class names of the model as config.json gives them."""
         return list(self.hf_config.architectures or [])
 
+    @cached_property
+    def causal_architectures(self) -> list[str]:
+        """The same with the causal class instead of a bare model, or one with another head."""
+        return model_facts.causal_architectures(self.hf_config)
+
+    @property
+    def has_other_head(self) -> bool:
+        """True if config.json names a bare model, or one with another head than an LM head."""
+        return self.causal_architectures != self.architectures
+
     def _stated(self, *names: str) -> Any:
         return model_facts.config_value(self.hf_text_config, names)
 

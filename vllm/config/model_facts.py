@@ -38,6 +38,9 @@ LAYER_KINDS_NAMES = ("layer_types", "layers_block_type")
 RECURRENT_KINDS = frozenset({"linear_attention", "mamba", "mamba2", "recurrent", "hybrid", "conv"})
 SLIDING_KINDS = frozenset({"sliding_attention", "hybrid_sliding", "chunked_attention"})
 FULL_KINDS = frozenset({"full_attention", "attention"})
+_WITHOUT_LM_HEAD = ("Model", "ForSequenceClassification", "ForTokenClassification")
+"""Ends of the names of classes that have the same layers as a causal model, and another head or
+none."""
 
 
 class LengthLimit(NamedTuple):
@@ -76,6 +79,29 @@ def required_value(config: PretrainedConfig, names: tuple[str, ...]) -> Any:
     if value is None:
         raise ValueError(f"the model's config.json has no {' / '.join(names)}")
     return value
+
+
+def causal_architectures(config: PretrainedConfig) -> list[str]:
+    """The config's architectures; for those without an LM head, the causal ones of its type."""
+    names = list(config.architectures or [])
+    if not any(name.endswith(_WITHOUT_LM_HEAD) for name in names):
+        return names
+    from transformers.models.auto import modeling_auto as auto
+
+    model_type = config.model_type
+    others: tuple[Mapping[str, Any], ...] = (
+        auto.MODEL_MAPPING_NAMES,
+        auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+        auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
+    )
+    causal: list[Mapping[str, str]] = [auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES]
+    causal.insert(
+        int(config.get_text_config(decoder=True) is config),
+        auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+    )
+    found = next((known[model_type] for known in causal if model_type in known), None)
+    headless = {known.get(model_type) for known in others}
+    return [found if found and name in headless else name for name in names]
 
 
 def check_sizes(text_config: PretrainedConfig) -> None:

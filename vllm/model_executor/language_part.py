@@ -46,12 +46,12 @@ _BESIDE = re.compile(
 
 def is_language_part(model_config: ModelConfig) -> bool:
     """Return whether transformers' causal model is a part of the checkpoint's model."""
-    return not AROUND_CAUSAL_MODELS.isdisjoint(model_config.architectures)
+    return not AROUND_CAUSAL_MODELS.isdisjoint(model_config.causal_architectures)
 
 
 def has_others_beside(model_config: ModelConfig) -> bool:
     """Return whether the checkpoint has tensors that the class of a language model skips."""
-    return not (AROUND_CAUSAL_MODELS | _AROUND_OTHERS).isdisjoint(model_config.architectures)
+    return not (AROUND_CAUSAL_MODELS | _AROUND_OTHERS).isdisjoint(model_config.causal_architectures)
 
 
 def running_config(model_config: ModelConfig) -> Any:

@@ -14,7 +14,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.captures import make_fields
 from vllm.model_executor.layers.quantization.quantization import read_quantization
-from vllm.model_executor.model_loader.checkpoint import iterate_shapes
+from vllm.model_executor.model_loader.checkpoint import iterate_shapes, tensor_bytes
 from vllm.model_executor.model_loader.loader import find_weights, initialize_model, load_checkpoint
 from vllm.model_executor.models.interfaces import check_takes_embeds
 from vllm.model_executor.transformers_modules.choice import make_model
@@ -47,7 +47,7 @@ def outline_model(vllm_config: VllmConfig) -> Outline:
     """
     config = _without_quantising(vllm_config)
     files = _weights_on_this_machine(config)
-    stored_bytes = None if files is None else sum(t.nbytes for _, t in iterate_shapes(files))
+    stored_bytes = None if files is None else tensor_bytes(files)
 
     def make(model_class: type[nn.Module]) -> Outline:
         if issubclass(model_class, TransformersForCausalLM):

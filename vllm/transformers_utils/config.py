@@ -19,7 +19,7 @@ from vllm.logger import init_logger
 from vllm.transformers_utils.config_entries import check_entries
 from vllm.transformers_utils.lazy_modules import imported_later, without_compiler
 from vllm.utils.gc_utils import without_garbage_collection
-from vllm.utils.weight_files import read_torch_file, torch_files
+from vllm.utils.weight_files import check_not_adapter, not_a_model, read_torch_file, torch_files
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -79,6 +79,10 @@ def load_hf_config(
                 token=hf_token,
             )
     except Exception as error:  # transformers' own validation errors share no base class
+        if not content:
+            name = "adapter_config.json"
+            if load_json_file(model, name, revision=revision, hf_token=hf_token) is not None:
+                raise not_a_model(model, "its base model") from error
         if isinstance(error, KeyError):
             reason = _explain_unknown_entry(content, error)
         else:
@@ -120,6 +124,7 @@ def _check_folder(model: str) -> None:
     path = Path(model).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
+            check_not_adapter(path, model)
             raise ValueError(
                 f"model={model!r}: the folder has no config.json; give the folder of a "
                 "Hugging Face checkpoint"

@@ -4,6 +4,7 @@ of ``torch.save`` without ever running code from them.
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 from collections.abc import Callable, Iterable
@@ -12,7 +13,7 @@ from pathlib import Path
 import torch
 import xxhash
 
-NOT_WEIGHTS = ("training_args", "optimizer", "scheduler", "scaler", "rng_state")
+NOT_WEIGHTS = ("adapter_", "training_args", "optimizer", "scheduler", "scaler", "rng_state")
 """Beginnings of the names of ``.bin`` files that lie beside a model's weights."""
 
 
@@ -24,6 +25,23 @@ _SAMPLE_BYTES = 4096
 def weight_files(folder: Path) -> list[Path]:
     """All files with weights in a local checkpoint, sorted by name; empty if there are none."""
     return sorted(folder.glob("*.safetensors")) or torch_files(folder)
+
+
+def check_not_adapter(folder: Path, model: str) -> None:
+    """Raise ValueError if a folder without a model's weights or config has those of an adapter."""
+    path = folder / "adapter_config.json"
+    if path.is_file():
+        content = json.loads(path.read_text(encoding="utf-8"))
+        raise not_a_model(model, repr(content.get("base_model_name_or_path")))
+
+
+def not_a_model(adapter: str, base: str) -> ValueError:
+    """Make the error for an adapter that is given as a model."""
+    return ValueError(
+        f"model={adapter!r} has only an adapter (adapter_config.json) of {base}; merge it, or give "
+        "that model to run without it. PEFT merges it: "
+        "AutoPeftModelForCausalLM.from_pretrained(...).merge_and_unload().save_pretrained(...)"
+    )
 
 
 def digest_of_ends(paths: list[Path]) -> str:

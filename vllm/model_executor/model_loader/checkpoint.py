@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from vllm.utils.weight_files import read_torch_file, torch_files
+from vllm.utils.weight_files import check_not_adapter, read_torch_file, torch_files
 
 if TYPE_CHECKING:
     from vllm.config import LoadConfig, ModelConfig
@@ -30,9 +31,18 @@ _DTYPES = {
     "F8_E5M2": torch.float8_e5m2,
     "F8_E8M0": torch.float8_e8m0fnu,
 }
+_OTHER_FILES = ("consolidated", "adapter_")
+"""Beginnings of the names of files that repeat the weights under other names, or change them."""
 _UNREAD = (".bin", ".gguf", ".pt", ".pth", ".safetensors")
 _ALLOW_PATTERNS = {"safetensors": ["*.safetensors", "*.json"], "pt": ["pytorch_model*", "*.json"]}
 """Patterns of the files that are fetched from the hub, by format."""
+Wanted = Callable[[str], bool]
+"""Tells by a tensor's name whether it is read."""
+
+
+def read_all(name: str) -> bool:
+    """Want every tensor."""
+    return True
 
 
 def checkpoint_folder(
@@ -88,6 +98,7 @@ def find_weight_files(folder: Path, load_format: str = "auto") -> list[Path]:
     if load_format != "safetensors":
         found = found or _torch_files(folder)
     if not found:
+        check_not_adapter(folder, str(folder))
         endings = {"pt": ".bin", "safetensors": ".safetensors"}.get(load_format)
         others = sorted(path.name for path in folder.glob("*") if path.suffix in _UNREAD)
         hint = f" ({', '.join(others)} cannot be read: convert to safetensors)" if others else ""
@@ -106,9 +117,8 @@ def _safetensors_files(folder: Path) -> list[Path]:
     single = folder / SINGLE_FILE
     if single.is_file():
         return [single]
-    # "consolidated" files repeat the weights under other names.
     return sorted(
-        path for path in folder.glob("*.safetensors") if not path.name.startswith("consolidated")
+        path for path in folder.glob("*.safetensors") if not path.name.startswith(_OTHER_FILES)
     )
 
 
@@ -117,11 +127,19 @@ def _torch_files(folder: Path) -> list[Path]:
     return _files_of_index(index) if index.is_file() else torch_files(folder)
 
 
+def _weight_map(index: Path) -> dict[str, str]:
+    """Read an index: name of a tensor -> name of its file."""
+    try:
+        return dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{index} is not an index of weights: {error!r}") from error
+
+
 def _files_of_index(index: Path) -> list[Path]:
     try:
-        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        names = set(_weight_map(index).values())
         files = [index.parent / name for name in sorted(names)]
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
+    except TypeError as error:
         raise ValueError(f"{index} is not an index of weights: {error!r}") from error
     if not files:
         raise ValueError(f"{index} is not an index of weights: its weight_map names no files")
@@ -142,10 +160,8 @@ def check_sizes(files: list[Path], model_config: ModelConfig) -> None:
 
     This is checked before memory is allocated; single missing weights are found while loading.
     """
-    num_tensors = num_values = 0
-    for _, tensor in iterate_shapes(files):
-        num_tensors += 1
-        num_values += tensor.numel()
+    sizes = [math.prod(shape) for path in files for shape in _shapes_in(path).values()]
+    num_tensors, num_values = len(sizes), sum(sizes)
     num_layers = model_config.get_total_num_hidden_layers()
     if num_layers > num_tensors:
         raise ValueError(
@@ -172,52 +188,114 @@ def _opened(path: Path) -> Iterator[Any]:
         ) from error
 
 
-def iterate_shapes(files: Iterable[Path]) -> Iterator[tuple[str, torch.Tensor]]:
+def _shapes_in(path: Path) -> dict[str, Sequence[int]]:
+    """Shapes of all tensors in a file, whatever their dtypes are."""
+    if not is_safetensors(path):
+        return {name: one.shape for name, one in read_torch_file(path, shapes_only=True).items()}
+    with _opened(path) as file:
+        return {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
+
+
+def tensor_bytes(files: Iterable[Path]) -> int:
+    """Bytes of all tensors in the files."""
+    total = 0
+    for path in files:
+        if is_safetensors(path):
+            with path.open("rb") as file:
+                total += path.stat().st_size - 8 - int.from_bytes(file.read(8), "little")
+        else:
+            total += sum(one.nbytes for one in read_torch_file(path, shapes_only=True).values())
+    return total
+
+
+class _Places:
+    """Chooses the tensors to read from each file: the wanted ones, as the index places them."""
+
+    def __init__(self, wanted: Wanted) -> None:
+        self._wanted = wanted
+        self._indices: dict[Path, dict[str, str]] = {}
+        self._holders: dict[str, str] = {}
+
+    def names_in(self, path: Path, present: Collection[str]) -> list[str]:
+        """Return the names of a file's tensors to read.
+
+        ValueError: one is not where the index places it, or is there twice.
+        """
+        index = path.parent / INDEX_FILES[0 if is_safetensors(path) else 1]
+        if index not in self._indices:
+            self._indices[index] = _weight_map(index) if index.is_file() else {}
+        places, file = self._indices[index], path.name
+        if file not in places.values():  # the index is not that of this file
+            places = {}
+        for name, place in places.items():
+            if place == file and name not in present and self._wanted(name):
+                raise ValueError(
+                    f"weight {name!r} is missing from {file}, where {index.name} places it; "
+                    "fetch or write that file again"
+                )
+        names = [name for name in present if places.get(name, file) == file and self._wanted(name)]
+        for name in names:
+            if name in self._holders:
+                raise ValueError(
+                    f"weight {name!r} is in the checkpoint twice, in {self._holders[name]} and in "
+                    f"{file}; take away the file that is no part of it, or write it again"
+                )
+            self._holders[name] = file
+        return names
+
+
+def iterate_shapes(
+    files: Iterable[Path], wanted: Wanted = read_all
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield what :func:`iterate_weights` does, but tensors without memory, from the headers alone.
 
-    ValueError: a name is there twice, so it is unknown which tensor is meant.
+    ValueError: as there, or torch does not have the dtype of a wanted tensor.
     """
-    holders: dict[str, Path] = {}
-    for path in files:
-        for name, tensor in _shapes_of(path):
-            if name in holders:
-                raise ValueError(
-                    f"weight {name!r} is in the checkpoint twice, in {holders[name].name} and in "
-                    f"{path.name}; take away the file that is no part of it, or write it again"
-                )
-            holders[name] = path
-            yield name, tensor
+    return _iterate(files, wanted, shapes_only=True)
 
 
-def _shapes_of(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    if not is_safetensors(path):
-        yield from read_torch_file(path, shapes_only=True).items()
-        return
-    with _opened(path) as file:
-        for name in file.keys():  # noqa: SIM118 - no mapping
-            part = file.get_slice(name)
-            dtype = part.get_dtype()
-            if dtype not in _DTYPES:
-                raise ValueError(
-                    f"weight {name!r} is {dtype} in the checkpoint, which torch has not"
-                )
-            yield name, torch.empty(part.get_shape(), dtype=_DTYPES[dtype], device="meta")
+def iterate_weights(
+    files: Iterable[Path], wanted: Wanted = read_all
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield ``(name, tensor)`` of every tensor, on the CPU; each is read when its turn comes.
+
+    wanted: tells by its name whether a tensor is read at all. An index decides which file a tensor
+    is read from. ValueError: a wanted tensor is not there, or is in two files without an index.
+    """
+    return _iterate(files, wanted, shapes_only=False)
 
 
-def tensor_names(files: Iterable[Path]) -> set[str]:
-    """Names of all tensors."""
-    return {name for name, _ in iterate_shapes(files)}
-
-
-def iterate_weights(files: Iterable[Path]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield ``(name, tensor)`` of every tensor, on the CPU; each is read when its turn comes."""
+def _iterate(
+    files: Iterable[Path], wanted: Wanted, *, shapes_only: bool
+) -> Iterator[tuple[str, torch.Tensor]]:
+    places = _Places(wanted)
     for path in files:
         if not is_safetensors(path):
-            yield from read_torch_file(path).items()
+            tensors = read_torch_file(path, shapes_only=shapes_only)
+            yield from ((name, tensors[name]) for name in places.names_in(path, tensors))
             continue
         with _opened(path) as file:
-            for name in file.keys():  # noqa: SIM118 - no mapping
-                yield name, file.get_tensor(name)
+            for name in places.names_in(path, file.keys()):
+                yield name, _shape_of(file, name) if shapes_only else file.get_tensor(name)
+
+
+def _shape_of(file: Any, name: str) -> torch.Tensor:
+    part = file.get_slice(name)
+    dtype = part.get_dtype()
+    if dtype not in _DTYPES:
+        raise ValueError(f"weight {name!r} is {dtype} in the checkpoint, which torch has not")
+    return torch.empty(part.get_shape(), dtype=_DTYPES[dtype], device="meta")
+
+
+def tensor_names(files: Iterable[Path], wanted: Wanted = read_all) -> set[str]:
+    """Names of all wanted tensors."""
+    return {name for name, _ in iterate_shapes(files, wanted)}
+
+
+def stored_names(files: Iterable[Path]) -> Iterator[str]:
+    """Yield the names of all tensors in all files."""
+    for path in files:
+        yield from _shapes_in(path)
 
 
 def is_safetensors(path: Path) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,9 +23,11 @@ from vllm.model_executor.model_loader.checkpoint import (
     checkpoint_folder,
     find_weight_files,
     iterate_weights,
+    stored_names,
 )
 from vllm.model_executor.model_loader.stored_weights import dequantise_all, stored_weights
-from vllm.model_executor.models.interfaces import VllmModelForTextGeneration
+from vllm.model_executor.model_loader.weight_utils import log_skipped
+from vllm.model_executor.models.interfaces import SkipsWeights, VllmModelForTextGeneration
 from vllm.model_executor.transformers_modules.choice import make_model
 from vllm.model_executor.utils import is_all_ours
 from vllm.utils.mem_utils import format_bytes
@@ -117,9 +120,9 @@ def load_checkpoint(
     model: nn.Module,
     vllm_config: VllmConfig,
     files: list[Path],
-    iterate: Callable[[Iterable[Path]], Iterator[tuple[str, torch.Tensor]]] = iterate_weights,
+    iterate: Callable[..., Iterator[tuple[str, torch.Tensor]]] = iterate_weights,
 ) -> None:
-    """Fill ``model`` from these files, read by ``iterate``.
+    """Fill ``model`` from these files, read by ``iterate``. What the model skips is not read.
 
     ValueError names a weight that is missing, left over or of another shape, or a file that is
     missing or damaged.
@@ -127,12 +130,24 @@ def load_checkpoint(
     shown = progress_bar(
         files, desc="Loading weights", unit="file", disable=not shows_progress(files, vllm_config)
     )
-    weights = stored_weights(vllm_config.model_config, files, iterate(shown))
+    skipped = {}
+    if isinstance(model, SkipsWeights):
+        skipped_part = model.make_skipper()
+        parts = ((name, skipped_part(name)) for name in stored_names(files))
+        skipped = {name: part for name, part in parts if part is not None}
+    log_skipped(Counter(skipped.values()))
+
+    def wanted(name: str) -> bool:
+        return name not in skipped
+
+    tensors = iterate(shown, wanted)
+    weights = stored_weights(vllm_config.model_config, files, tensors, wanted)
     if not is_all_ours(model):  # foreign models know tensors only
         weights = dequantise_all(weights, vllm_config.model_config.dtype)
     parameters = {name for name, _ in model.named_parameters()}
-    tensors = cast(Iterable[tuple[str, torch.Tensor]], weights)
-    loaded = cast(VllmModelForTextGeneration, model).load_weights(tensors)
+    loaded = cast(VllmModelForTextGeneration, model).load_weights(
+        cast(Iterable[tuple[str, torch.Tensor]], weights)
+    )
     unfilled = parameters - loaded
     if unfilled:
         raise ValueError(

@@ -16,7 +16,7 @@ from vllm.model_executor.layers.quantization.storage_format import (
     FormatOf,
     StorageFormat,
 )
-from vllm.model_executor.model_loader.checkpoint import tensor_names
+from vllm.model_executor.model_loader.checkpoint import Wanted, read_all, tensor_names
 from vllm.model_executor.model_loader.weight_utils import dequantised
 from vllm.model_executor.utils import LOADABLE_DTYPES
 from vllm.ops.packed_linear import PackedExperts, PackedWeight
@@ -32,15 +32,19 @@ _OF_ALL_EXPERTS = ("_proj_activation_scale", "_proj_input_scale")
 
 
 def stored_weights(
-    model_config: ModelConfig, files: list[Path], tensors: Iterable[tuple[str, torch.Tensor]]
+    model_config: ModelConfig,
+    files: list[Path],
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    wanted: Wanted = read_all,
 ) -> Iterable[tuple[str, Weight]]:
-    """Yield ``tensors`` of the files; those of a quantised checkpoint joined into weights."""
+    """Yield ``tensors``, the wanted ones of the files; those of a quantised checkpoint joined into
+    weights."""
     config = model_config.quantization_config
     if config is None:
         return tensors
     as_served = model_config.activation_quantization == "as_served"
     format_of = read_quantization(config)
-    return join_stored_weights(tensors, tensor_names(files), format_of, as_served=as_served)
+    return join_stored_weights(tensors, tensor_names(files, wanted), format_of, as_served=as_served)
 
 
 def join_stored_weights(

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
+from vllm.logger import init_logger
 from vllm.model_executor.utils import LOADABLE_DTYPES, check_shape
 from vllm.ops.packed_linear import PackedExperts, PackedWeight
+
+logger = init_logger(__name__)
 
 WeightLoader = Callable[..., Any]
 """``loader(parameter, loaded_weight)`` or ``loader(parameter, loaded_weight, shard_id)``."""
@@ -44,6 +47,12 @@ def each_once(
             )
         spellings[name] = written
         yield NamedWeight(name, written, weight)
+
+
+def log_skipped(parts: Mapping[str, int]) -> None:
+    """Log how many weights are skipped of each part of a checkpoint."""
+    for part, count in parts.items():
+        logger.info("Skipped %d weights %s: this engine does not use them.", count, part)
 
 
 def check_dtype(name: str, tensor: torch.Tensor) -> None:

@@ -6,6 +6,7 @@ capture of rows, is here.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -25,6 +26,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     ParallelLMHead,
     VocabParallelEmbedding,
 )
+from vllm.model_executor.model_loader.weight_utils import log_skipped
 from vllm.model_executor.models.decoder_block import (
     AttentionOptions,
     BlockLayout,
@@ -36,6 +38,7 @@ from vllm.model_executor.models.decoder_block import (
 from vllm.model_executor.models.decoder_loop import DecoderLayer, run_decoder_layers
 from vllm.model_executor.models.interfaces import has_aux_layers
 from vllm.model_executor.models.utils import (
+    OTHER_HEADS,
     STACKED_GATE_UP,
     STACKED_QKV,
     AutoWeightsLoader,
@@ -44,6 +47,7 @@ from vllm.model_executor.models.utils import (
     layer_kind,
     make_layers,
     maybe_prefix,
+    other_bases,
     require_option,
 )
 from vllm.model_executor.utils import make_parameter
@@ -146,6 +150,8 @@ class DecoderForCausalLM(Layer):
     supports_prompt_embeds: bool = True
     """True if the layers need embeddings only; False: some need token ids, too."""
     supports_eagle3: bool = False
+    why_no_head: str | None = None
+    """The reason why the model computes no logits; None: it does."""
     supported_options: ClassVar[Mapping[str, Any]] = {}
     """The only supported values of options; the config may leave them out."""
     norm_class: ClassVar[type[RMSNorm | LayerNorm]] = RMSNorm
@@ -167,8 +173,6 @@ class DecoderForCausalLM(Layer):
     floats_are_transposed: ClassVar[bool] = False
     """True if float weights of linear layers are stored [inputs, outputs]; convert_weight
     transposes them."""
-    checkpoint_base: ClassVar[str] = ""
-    """Prefix of names that some checkpoints leave out."""
     skipped_weights: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
@@ -184,6 +188,7 @@ class DecoderForCausalLM(Layer):
             prefix=maybe_prefix(prefix, "lm_head"),
         )
         self.tied = self.ties_head(vllm_config.model_config)
+        self.has_other_head = vllm_config.model_config.has_other_head
         self.has_others_beside = has_others_beside(vllm_config.model_config)
         if self.tied:
             self.lm_head.tie_weights(self.model.embed_tokens)
@@ -362,15 +367,14 @@ class DecoderForCausalLM(Layer):
         names = CheckpointNames({}, self.names_in_checkpoint(), self.checkpoint_prefixes)
         tied = ("lm_head.", names.spell("lm_head.weight")) if self.tied else ()
         heads: list[torch.Tensor | PackedWeight] = []
-        skipped: list[str] = []
+        skipped_part, skipped = self.make_skipper(), Counter[str]()
 
         def published() -> Iterator[tuple[str, torch.Tensor | PackedWeight]]:
             for written, tensor in weights:
-                part = self._name_in_own_checkpoint(written)
-                if part is None:
-                    skipped.append(written)
+                if (part := skipped_part(written)) is not None:
+                    skipped[part] += 1
                     continue
-                name = self.published_name(part)
+                name = self.published_name(self._name_in_own_checkpoint(written))
                 is_head = tied and name.startswith(tied) and name.endswith("weight")
                 if is_head:
                     heads.append(tensor)
@@ -384,24 +388,45 @@ class DecoderForCausalLM(Layer):
             checkpoint_prefixes=self.checkpoint_prefixes,
             convert=self.convert_weight if converts else None,
             floats_are_transposed=self.floats_are_transposed,
-            base_prefix=self.checkpoint_base,
-            skip_prefixes=(*tied, *self.weights_to_skip()),
+            skip_prefixes=tied,
+            head_prefix=names.spell("lm_head."),
+            lacks_head=self.has_other_head,
         )
         loaded = loader.load_weights(published())
-        if skipped:
-            logger.info("Skipped %d weights outside the language model.", len(skipped))
+        log_skipped(skipped)
+        if loader.lacks_head:
+            self.lm_head.tie_weights(self.model.embed_tokens)  # its own would take memory
+            self.why_no_head = f"the checkpoint has no tensors named {names.spell('lm_head.')}*"
+            logger.warning("%s: rows can be extracted, nothing can be generated", self.why_no_head)
         if any(map(self._untie, heads)):
             loaded.add("lm_head.weight")
         return loaded
 
-    def _name_in_own_checkpoint(self, written: str) -> str | None:
+    def make_skipper(self) -> Callable[[str], str | None]:
+        """Return a function that names the skipped part of the checkpoint that has a tensor."""
+        prefixes = (*self.weights_to_skip(), *(OTHER_HEADS if self.has_other_head else ()))
+        names = CheckpointNames({}, self.names_in_checkpoint(), self.checkpoint_prefixes)
+        bases = names.bases()
+
+        def skipped_part(written: str) -> str | None:
+            for name in (written, *other_bases(written, bases)):
+                for prefix in prefixes:
+                    if name.startswith(prefix):
+                        return f"named {prefix}*"
+            if self.has_others_beside and name_in_language_part(written) is None:
+                return "outside the language model"
+            return None
+
+        return skipped_part
+
+    def _name_in_own_checkpoint(self, written: str) -> str:
         """Return the name in this class's own checkpoints, for checkpoints that have the language
-        model's tensors under another prefix; None: the tensor is not the language model's."""
-        if not self.has_others_beside or written.startswith(self.weights_to_skip()):
+        model's tensors under another prefix."""
+        if not self.has_others_beside:
             return written
-        name = name_in_language_part(written)
-        for own, theirs in self.checkpoint_prefixes.items() if name != written else ():
-            if name is not None and name.startswith(own):
+        name = name_in_language_part(written) or written
+        for own, theirs in self.checkpoint_prefixes.items():
+            if name.startswith(own) and (name != written or own == "lm_head."):
                 return theirs + name[len(own) :]
         return name
 

@@ -35,7 +35,6 @@ class FalconForCausalLM(DecoderForCausalLM):
         "mlp.up_proj": "mlp.dense_h_to_4h",
         "mlp.down_proj": "mlp.dense_4h_to_h",
     }
-    checkpoint_base: ClassVar[str] = "transformer."
 
     def names_in_checkpoint(self) -> Mapping[str, str]:
         if _parallel(self.config) != "two norms":

@@ -36,7 +36,6 @@ class GPT2LMHeadModel(DecoderForCausalLM):
         "mlp.up_proj": "mlp.c_fc",
         "mlp.down_proj": "mlp.c_proj",
     }
-    checkpoint_base: ClassVar[str] = "transformer."
     floats_are_transposed: ClassVar[bool] = True
 
     def attention_options(self, config: Any, index: int) -> AttentionOptions:

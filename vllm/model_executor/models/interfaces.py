@@ -7,7 +7,7 @@ class or an instance, of this package or a third-party one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeGuard, runtime_checkable
 
 import torch
@@ -53,6 +53,24 @@ class VllmModelForTextGeneration(VllmModel, Protocol):
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """Load ``(name in the checkpoint, tensor)``; returns the names of loaded parameters."""
+        ...
+
+
+@runtime_checkable
+class MayLackHead(Protocol):
+    """Loads checkpoints without an LM head, too."""
+
+    why_no_head: str | None
+    """The reason why the model computes no logits; None: it does."""
+
+
+@runtime_checkable
+class SkipsWeights(Protocol):
+    """Does not use all tensors of its checkpoints."""
+
+    def make_skipper(self) -> Callable[[str], str | None]:
+        """Return a function from a tensor's name to the part of the checkpoint that is skipped and
+        has it, in words after "weights"; None: it is not skipped."""
         ...
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -19,7 +19,6 @@ from vllm.model_executor.models.decoder_model import DecoderForCausalLM
 from vllm.model_executor.models.latent_attention import LatentOptions, LatentSelfAttention
 from vllm.model_executor.models.mixture import make_moe
 from vllm.model_executor.models.utils import STACKED_GATE_UP, StackedParams
-from vllm.ops.packed_linear import PackedWeight
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -103,12 +102,14 @@ class LongcatFlashForCausalLM(DecoderForCausalLM):
     def make_layer(self, vllm_config: VllmConfig, index: int, prefix: str) -> nn.Module:
         return LongcatFlashDecoderLayer(vllm_config, prefix)
 
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor | PackedWeight]]) -> set[str]:
-        """Load the weights, without tensors that transformers writes for identity experts."""
-        count = self.config.n_routed_experts
+    def make_skipper(self) -> Callable[[str], str | None]:
+        """Skip tensors that transformers writes for identity experts, too."""
+        skipped_part, count = super().make_skipper(), self.config.n_routed_experts
 
-        def is_used(name: str) -> bool:
+        def skipped(name: str) -> str | None:
             expert = re.search(r"\.mlp\.experts\.(\d+)\.", name)
-            return expert is None or int(expert[1]) < count
+            if expert is not None and int(expert[1]) >= count:
+                return "of identity experts"
+            return skipped_part(name)
 
-        return super().load_weights(weight for weight in weights if is_used(weight[0]))
+        return skipped

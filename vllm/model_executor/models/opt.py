@@ -37,7 +37,6 @@ class OPTForCausalLM(DecoderForCausalLM):
         "mlp.up_proj": "fc1",
         "mlp.down_proj": "fc2",
     }
-    checkpoint_base: ClassVar[str] = "model."
 
     def attention_options(self, config: Any, index: int) -> AttentionOptions:
         require_option(config, word_embed_proj_dim=config.hidden_size)

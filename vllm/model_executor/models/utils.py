@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -18,6 +18,7 @@ from vllm.model_executor.model_loader.weight_utils import (
     check_dtype,
     dequantised,
     each_once,
+    log_skipped,
     weight_loader_of,
 )
 from vllm.model_executor.utils import UnsupportedConfigError, WeightFormatError, WeightShapeError
@@ -37,6 +38,8 @@ LLAVA_PREFIXES: Mapping[str, str] = {
 }
 """``checkpoint_prefixes`` of a whole language model beside a vision tower."""
 
+OTHER_HEADS = ("score.", "classifier.")
+"""Prefixes of the heads that classify sequences or tokens."""
 _MOST_NAMES_SHOWN = 8
 DERIVED_SUFFIXES = (
     *(f".rotary_emb.{table}" for table in ("inv_freq", "cos_cached", "sin_cached")),
@@ -164,6 +167,11 @@ class CheckpointNames:
                 return theirs + name[len(own) :]
         return name
 
+    def bases(self) -> list[str]:
+        """List the beginnings of names that a checkpoint of the model below the head leaves out."""
+        parts = self.spell("model.layers").split(".")
+        return [".".join(parts[:end]) + "." for end in range(1, len(parts))]
+
     def layouts(self, root: nn.Module, name: str) -> list[dict[str, ShardId]]:
         """List the layouts of a parameter in the file: its tensors and their shards."""
         module, _, leaf = name.rpartition(".")
@@ -187,9 +195,9 @@ class AutoWeightsLoader:
 
     stacked, renamed, checkpoint_prefixes: see :class:`CheckpointNames`. convert: applied to every
     tensor. floats_are_transposed: convert undoes this, so codes with outputs first do without it.
-    base_prefix: beginning of names that some checkpoints leave out. skip_prefixes: tensors of the
-    checkpoint to skip unless the module has a place for them (a tied head has one for its bias);
-    their numbers are logged.
+    skip_prefixes: tensors of the checkpoint to skip unless the module has a place for them (a tied
+    head has one for its bias); their numbers are logged. head_prefix: names of the LM head, which
+    may be missing altogether where names lack the base of the model's, or lacks_head is True.
     """
 
     def __init__(
@@ -201,14 +209,16 @@ class AutoWeightsLoader:
         checkpoint_prefixes: Mapping[str, str] | None = None,
         convert: Convert | None = None,
         floats_are_transposed: bool = False,
-        base_prefix: str = "",
         skip_prefixes: Sequence[str] = (),
+        head_prefix: str = "",
+        lacks_head: bool = False,
     ) -> None:
         self.module = module
         self.num_packed = self.num_dequantised = 0
         names = CheckpointNames(stacked or {}, renamed or {}, checkpoint_prefixes or {})
         self.skip_prefixes = tuple(skip_prefixes)
-        self.base_prefix = base_prefix
+        self.bases, self.spell = names.bases(), names.spell
+        self.head_prefix, self.lacks_head = head_prefix, lacks_head
         self.convert, self.floats_are_transposed = convert, floats_are_transposed
         self.targets: dict[str, _Target] = {}
         for name, param in module.named_parameters():
@@ -225,7 +235,7 @@ class AutoWeightsLoader:
         for name, written, tensor in each_once(weights, self._own_name):
             prefix = next((p for p in self.skip_prefixes if written.startswith(p)), None)
             if prefix is not None and name not in self.targets:
-                skipped[prefix] += 1
+                skipped[f"named {prefix}*"] += 1
             elif name in self.targets:
                 self._load(name, tensor)
                 loaded.add(name)
@@ -236,6 +246,9 @@ class AutoWeightsLoader:
         if not (self.num_packed or self.num_dequantised):  # old packers of GPTQ wrote them
             unexpected += zero_biases
         missing, doubled = self._compare_layouts(loaded)
+        head = {name for name in self.targets if name.startswith(self.head_prefix or "/")}
+        self.lacks_head &= bool(head) and head.isdisjoint(loaded)
+        missing = [name for name in missing if not (self.lacks_head and name in head)]
         self._check_complete(missing, unexpected + doubled)
         if self.num_packed or self.num_dequantised:
             logger.info(
@@ -243,14 +256,19 @@ class AutoWeightsLoader:
                 self.num_packed,
                 self.num_dequantised,
             )
-        for prefix, count in skipped.items():
-            logger.info(
-                "Skipped %d weights named %s*: this engine does not use them.", count, prefix
-            )
+        log_skipped(skipped)
         return {target.param_name for target in self.targets.values()}
 
     def _own_name(self, written: str) -> str:
-        return written if written in self.targets else self.base_prefix + written
+        """Return the parameter's name. transformers adds the base to names and strips it, too, and
+        writes its own names for a bare model."""
+        if written in self.targets:
+            return written
+        spelled = (self.spell(name) for name in ("model." + written, written))
+        names = (*other_bases(written, self.bases), *spelled)
+        found = next((name for name in names if name in self.targets), written)
+        self.lacks_head |= len(found) > len(written)  # saved from the model below the head
+        return found
 
     def _compare_layouts(self, loaded: set[str]) -> tuple[list[str], list[str]]:
         """Names that are missing, and names of a second layout of a parameter that has one."""
@@ -309,6 +327,14 @@ class AutoWeightsLoader:
             )
         if complaints:
             raise ValueError("the checkpoint " + "; and ".join(complaints))
+
+
+def other_bases(name: str, bases: Sequence[str]) -> Iterator[str]:
+    """Yield the name with one of ``bases`` before it, and without one that it begins with."""
+    for base in bases:
+        yield base + name
+        if name.startswith(base):
+            yield name.removeprefix(base)
 
 
 def is_zero_bias(name: str, tensor: Weight) -> bool:

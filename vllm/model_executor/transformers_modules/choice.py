@@ -51,7 +51,7 @@ def make_model(vllm_config: VllmConfig, make: Callable[[type[nn.Module]], Made])
 
 def choose_model_class(model_config: ModelConfig) -> type[nn.Module]:
     """ValueError: neither this engine nor transformers has a causal model of that architecture."""
-    for name in model_config.architectures:
+    for name in (*model_config.architectures, *model_config.causal_architectures):
         if name in model_config.model_class_overrides:
             return import_class(name, model_config.model_class_overrides[name])
     names = _known_names(model_config)
@@ -84,6 +84,9 @@ def _known_names(model_config: ModelConfig) -> list[str]:
     """
     names = model_config.architectures
     if ModelRegistry.find_model_cls(names) is not None or _runs_remote_code(model_config):
+        return names
+    names = model_config.causal_architectures
+    if ModelRegistry.find_model_cls(names) is not None:
         return names
     own = names_in_transformers(running_config(model_config))
     if is_language_part(model_config):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,10 +16,12 @@ from torch import nn
 from vllm.config.model_facts import config_value, num_decoder_layers
 from vllm.model_executor.language_part import (
     is_language_part,
+    name_in_language_part,
     running_config,
     tensors_of_language_part,
 )
 from vllm.model_executor.model_loader.checkpoint import (
+    Wanted,
     checkpoint_folder,
     find_weight_files,
     iterate_shapes,
@@ -27,7 +29,7 @@ from vllm.model_executor.model_loader.checkpoint import (
 )
 from vllm.model_executor.model_loader.stored_weights import dequantise_all, stored_weights
 from vllm.model_executor.model_loader.weight_utils import check_dtype, each_once
-from vllm.model_executor.models.utils import DERIVED_SUFFIXES, is_zero_bias
+from vllm.model_executor.models.utils import DERIVED_SUFFIXES, OTHER_HEADS, is_zero_bias
 from vllm.model_executor.transformers_modules.choice import auto_class
 
 if TYPE_CHECKING:
@@ -46,11 +48,14 @@ def load_causal_lm(vllm_config: VllmConfig) -> Any:
         return _untrained(vllm_config)
     load_config = vllm_config.load_config
     files = find_weight_files(checkpoint_folder(model_config, load_config), load_config.load_format)
-    stored = stored_weights(model_config, files, iterate_weights(files))
+    with torch.device("meta"):
+        untrained = _untrained(vllm_config)
+    wanted = wanted_by(model_config, untrained)
+    stored = stored_weights(model_config, files, iterate_weights(files, wanted), wanted)
     weights: Iterable[tuple[str, torch.Tensor]] = dequantise_all(stored, model_config.dtype)
     if is_language_part(model_config):
         weights = tensors_of_language_part(weights)
-    return _from_weights(vllm_config, weights)
+    return _from_weights(model_config, untrained, weights)
 
 
 def outline_causal_lm(vllm_config: VllmConfig, files: list[Path] | None) -> Any:
@@ -63,14 +68,17 @@ def outline_causal_lm(vllm_config: VllmConfig, files: list[Path] | None) -> Any:
         files = None
     with torch.device("meta"):
         untrained = _untrained(vllm_config)
-    shapes = untrained.state_dict().items() if files is None else iterate_shapes(files)
+    shapes: Iterable[tuple[str, torch.Tensor]] = untrained.state_dict().items()
+    if files is not None:
+        shapes = iterate_shapes(files, wanted_by(model_config, untrained))
     if files is not None and is_language_part(model_config):
         shapes = tensors_of_language_part(shapes)
-    tensors = {name: shape.as_subclass(_Shape) for name, shape in shapes}
+    tensors: dict[str, torch.Tensor] = {name: shape.as_subclass(_Shape) for name, shape in shapes}
     model_class = type(untrained)
     model, report = _from_pretrained(model_config, model_class, config, tensors)
     if files is not None:
-        _check_complete(report, model_config.hf_text_config)
+        _let_head_be_missing(model_config, model, tensors, report)
+        _check_complete(report)
     made: dict[int, nn.Parameter] = {}  # some parameters are tied
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -83,10 +91,48 @@ def outline_causal_lm(vllm_config: VllmConfig, files: list[Path] | None) -> Any:
     return model
 
 
-def _from_weights(vllm_config: VllmConfig, weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
-    model_config = vllm_config.model_config
-    with torch.device("meta"):
-        untrained = _untrained(vllm_config)
+def wanted_by(model_config: ModelConfig, model: Any) -> Wanted:
+    """Return a function that tells whether the model reads a tensor of the checkpoint, by name.
+
+    It does not read encoders, other heads, and layers that predict further tokens.
+    """
+    config = model_config.hf_text_config
+    num_layers = num_decoder_layers(config)
+    num_further = config_value(config, ("num_nextn_predict_layers",)) or 0
+    prefixes = ("", "model.", "model.language_model.")
+    unused = tuple(f"{one}layers.{num_layers + i}." for one in prefixes for i in range(num_further))
+    unused += OTHER_HEADS if model_config.has_other_head else ()
+    # Its other patterns hold only for names that it has no place for.
+    ignored = [one for one in model._keys_to_ignore_on_load_unexpected or () if "mtp" in one]
+    is_part = is_language_part(model_config)
+
+    def reads(name: str) -> bool:
+        if name.startswith(unused) or any(re.search(pattern, name) for pattern in ignored):
+            return False
+        return not is_part or name_in_language_part(name) is not None
+
+    return reads
+
+
+def _let_head_be_missing(
+    model_config: ModelConfig, model: Any, tensors: Collection[str], report: dict[str, Any]
+) -> None:
+    """Take the LM head out of a report's missing tensors if the checkpoint is that of a model
+    without one, and note that in the model."""
+    head = model.get_output_embeddings()
+    names = set() if head is None else {id(each) for each in head.parameters()}
+    missing, known = set(report.get("missing_keys") or ()), dict(model.named_parameters())
+    is_bare = model_config.has_other_head or not any(
+        name.startswith(f"{model.base_model_prefix}.") for name in tensors
+    )
+    if missing and is_bare and all(id(known.get(name)) in names for name in missing):
+        model.why_no_head = f"the checkpoint has no {', '.join(sorted(missing))}"
+        report["missing_keys"] = []
+
+
+def _from_weights(
+    model_config: ModelConfig, untrained: Any, weights: Iterable[tuple[str, torch.Tensor]]
+) -> Any:
     tensors = {one.written: one.weight for one in each_once(weights, _with_base(untrained))}
     for name, parameter in untrained.named_parameters():
         if name in tensors and parameter.is_floating_point():
@@ -97,7 +143,8 @@ def _from_weights(vllm_config: VllmConfig, weights: Iterable[tuple[str, torch.Te
         unexpected = report.get("unexpected_keys") or ()
         kept = [name for name in unexpected if not is_zero_bias(name, tensors[name])]
         report["unexpected_keys"] = kept
-    _check_complete(report, model_config.hf_text_config)
+    _let_head_be_missing(model_config, model, tensors, report)
+    _check_complete(report)
     return model
 
 
@@ -217,19 +264,11 @@ def _entry_named(config: Mapping[str, Any], value: object, path: str = "") -> st
     return None
 
 
-def _check_complete(report: dict[str, Any], config: Any) -> None:
-    """ValueError names tensors that are missing, left over or of another shape. Masks, tables and
-    layers that predict further tokens do not count."""
-    num_layers = num_decoder_layers(config)
-    num_further = config_value(config, ("num_nextn_predict_layers",)) or 0
-    prefixes = ("model.", "model.language_model.")
-    unused = tuple(f"{one}layers.{num_layers + i}." for one in prefixes for i in range(num_further))
+def _check_complete(report: dict[str, Any]) -> None:
+    """ValueError names tensors that are missing, left over or of another shape. Masks and tables do
+    not count."""
     unexpected = report.get("unexpected_keys") or ()
-    report["unexpected_keys"] = [
-        name
-        for name in unexpected
-        if not name.endswith(DERIVED_SUFFIXES) and not name.startswith(unused)
-    ]
+    report["unexpected_keys"] = [n for n in unexpected if not n.endswith(DERIVED_SUFFIXES)]
     complaints = []
     for key, said in (
         ("missing_keys", "is missing {} weight(s): {}"),

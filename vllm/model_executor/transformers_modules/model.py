@@ -24,7 +24,7 @@ from vllm.model_executor.transformers_modules.boundaries import (
     reads_more_than_text,
 )
 from vllm.model_executor.transformers_modules.experts import replace_experts
-from vllm.model_executor.transformers_modules.loading import load_causal_lm
+from vllm.model_executor.transformers_modules.loading import load_causal_lm, wanted_by
 from vllm.model_executor.transformers_modules.mlps import replace_mlps
 from vllm.model_executor.transformers_modules.one_by_one import OneByOne
 from vllm.model_executor.transformers_modules.one_sequence import OneSequence
@@ -53,6 +53,7 @@ class TransformersForCausalLM(nn.Module):
         super().__init__()
         self.vllm_config = vllm_config
         self.causal_lm: Any = self.load(vllm_config).requires_grad_(False).eval()
+        self.why_no_head: str | None = vars(self.causal_lm).get("why_no_head")
         self._reasons: list[str] = []
         self._ways = list(_WAYS)
         register_functions()
@@ -239,6 +240,11 @@ class TransformersForCausalLM(nn.Module):
             yield
         finally:
             modules[name] = decoder
+
+    def make_skipper(self) -> Callable[[str], str | None]:
+        """Return a function that names the skipped part of the checkpoint that has a tensor."""
+        reads = wanted_by(self.vllm_config.model_config, self.causal_lm)
+        return lambda name: None if reads(name) else "of encoders, other heads or further layers"
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """Return the parameters' names; transformers loaded them when the module was made."""

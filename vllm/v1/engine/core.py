@@ -200,6 +200,12 @@ class EngineCore:
         needs_logits = (
             request.max_tokens != 0 or request.sampling_params.prompt_logprobs is not None
         )
+        if needs_logits and (reason := self.executor.no_head_reason()) is not None:
+            raise ValueError(
+                f"{', '.join(self.vllm_config.model_config.architectures)} generates nothing and "
+                f"has no log-probabilities: {reason}; use extract(), or max_tokens=0 with a "
+                "connector, or a checkpoint that has its LM head"
+            )
         if message.extraction is not None:
             if self._deepest_layer is not None:
                 raise ValueError(

@@ -37,6 +37,10 @@ class UniProcExecutor:
         """Return why rows cannot have the state after the final norm; None: they can."""
         return self.worker.model_runner.no_norm_reason
 
+    def no_head_reason(self) -> str | None:
+        """Return why the model computes no logits; None: it does."""
+        return self.worker.model_runner.no_head_reason
+
     def get_kv_connector_handshake_metadata(self) -> Any:
         """Return the data by which others reach the connector's worker side; None: none."""
         connector = self.worker.model_runner.connector

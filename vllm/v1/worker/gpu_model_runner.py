@@ -30,6 +30,7 @@ from vllm.model_executor.layers.layer import settle_attributes
 from vllm.model_executor.model_loader.loader import get_model
 from vllm.model_executor.models.interfaces import (
     KnowsHeadInput,
+    MayLackHead,
     check_takes_embeds,
     supports_eagle3,
     supports_row_capture,
@@ -506,6 +507,11 @@ class GPUModelRunner:
                 f"{sizes.get_hidden_size()}"
             )
         return self.model.why_no_norm() if isinstance(self.model, KnowsHeadInput) else None
+
+    @property
+    def no_head_reason(self) -> str | None:
+        """The reason why the model computes no logits; None: it does."""
+        return self.model.why_no_head if isinstance(self.model, MayLackHead) else None
 
     def shutdown(self) -> None:
         """End the connector's threads and release the pool and the model."""
