@@ -82,7 +82,8 @@ def _codes(
     """Codes from 0 on, zeros and scales [m, groups], and what they mean."""
     top, middle = 2**bits - 1, 2 ** (bits - 1)
     m, n = weight.shape
-    grouped = weight.reshape(m, n // group, group)
+    padded = torch.nn.functional.pad(weight, (0, -n % group))  # the last group may be smaller
+    grouped = padded.reshape(m, -1, group)
     if symmetric:
         scale = (grouped.abs().amax(2) / (middle - 1)).to(dtype)
         zero = torch.full(scale.shape, middle)

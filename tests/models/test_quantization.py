@@ -428,7 +428,7 @@ ROTATED = {
         ({"quant_method": "hqq", "nbits": 4}, ("'hqq'", "dequantize()")),
         ({"quant_method": "gptq", "bits": 5, "group_size": 8}, ("bits=5", "2, 3, 4, 8")),
         ({"quant_method": "gptq", "bits": 4, "group_size": 0}, ("group_size=0",)),
-        ({"quant_method": "gptq", "bits": 4, "group_size": 7}, ("group_size=7", "columns")),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 7}, ("scales' has shape", "expected")),
         ({"quant_method": "awq", "bits": 4, "version": "gemv_fast"}, ("'gemv_fast'", "'gemm'")),
         ({"quant_method": "fp8", "weight_block_size": [128]}, ("weight_block_size=[128]",)),
         ({"quant_method": "modelopt", "quant_algo": "INT4_AWQ"}, ("quant_algo='INT4_AWQ'",)),

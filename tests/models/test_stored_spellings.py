@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.models.checkpoints import make_checkpoint
+from tests.models.harness import make_config
 from tests.models.oracle import reference_run, relative_error
 from tests.models.stored_formats import (
     FORMATS,
@@ -19,7 +20,9 @@ from tests.models.stored_formats import (
     Packed,
     Packer,
     awq,
+    awq_by_row,
     compressed,
+    fp8_block,
     fp8_channel,
     fp8_tensor,
     gptq,
@@ -33,6 +36,7 @@ from tests.models.stored_formats import (
 from tests.models.test_models import prompt
 from tests.models.test_quantization import as_it_is, run
 from tests.models.zoo import make_checkpoint as make_zoo_checkpoint
+from vllm.model_executor.model_loader import get_model
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 8}
 AUTO_ROUND = {"quant_method": "auto-round", "bits": 4, "group_size": 8, "data_type": "int"}
@@ -167,6 +171,77 @@ def compare(folder: Path, config: dict[str, Any], pack: Packer, **others: Packer
 @pytest.mark.parametrize("name", STORED)
 def test_every_spelling_is_read(name: str, tmp_path: Path) -> None:
     compare(tmp_path, *STORED[name])
+
+
+INT4_OF_64 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 64}
+INT8_OF_64 = {**INT4_OF_64, "num_bits": 8}
+TAILS: dict[str, tuple[dict[str, Any], Packer]] = {
+    "gptq": ({**GPTQ, "group_size": 64, "sym": True}, gptq(4, 64, True, False, 1)),
+    "gptq of 3 bits": ({**GPTQ, "bits": 3, "group_size": 64}, gptq(3, 64, False, False, 1)),
+    "gptq in order of activations": (
+        {**GPTQ, "bits": 8, "group_size": 64, "desc_act": True, "checkpoint_format": "gptq_v2"},
+        gptq(8, 64, False, True, 2),
+    ),
+    "auto-round": ({**AUTO_ROUND, "group_size": 64, "sym": True}, gptq(4, 64, True, False, 1)),
+    "awq": ({"quant_method": "awq", "bits": 4, "group_size": 64, "version": "gemm"}, awq(64)),
+    "awq by row": (
+        {"quant_method": "awq", "bits": 4, "group_size": 64, "version": "gemv"},
+        awq_by_row(64),
+    ),
+    "pack-quantized": (
+        compressed("pack-quantized", **INT4_OF_64, symmetric=False),
+        pack_quantized(4, 64, False, False),
+    ),
+    "pack-quantized of 8 bits": (
+        compressed("pack-quantized", **INT8_OF_64),
+        pack_quantized(8, 64, True, False),
+    ),
+    "small groups": ({**GPTQ, "group_size": 24}, gptq(4, 24, False, False, 1)),
+}
+
+
+@pytest.mark.parametrize("name", TAILS)
+def test_the_last_group_may_be_smaller(name: str, tmp_path: Path) -> None:
+    """Of 96 and of 160 columns, in groups of 64: the last ones have 32."""
+    compare(tmp_path, *TAILS[name])
+
+
+@pytest.mark.parametrize("stored", [1, 2])
+@pytest.mark.parametrize("method", ["gptq", "auto-round"])
+def test_zeros_that_contradict_sym_are_an_error(method: str, stored: int, tmp_path: Path) -> None:
+    """Zeros of one version of GPTQ, read as those of the other, are one off."""
+    right, wrong = ("gptq", "gptq_v2") if stored == 1 else ("gptq_v2", "gptq")
+    names = {"gptq": "auto_round:auto_gptq", "gptq_v2": "auto_round:gptqmodel"}
+
+    def config(version: str, **entries: Any) -> dict[str, Any]:
+        if method == "gptq":
+            return {**GPTQ, "checkpoint_format": version, **entries}
+        return {**AUTO_ROUND, "packing_format": names[version], **entries}
+
+    plain = make_checkpoint(tmp_path / "plain", "llama", tokenizer=False)
+    pack = gptq(4, 8, True, False, stored)
+    folder, _ = quantise_checkpoint(plain, Format(config(right, sym=True), pack))
+    run(folder, [])
+    set_config(folder, config(wrong, sym=False))
+    run(folder, [])
+    set_config(folder, config(wrong, sym=True))
+    with pytest.raises(ValueError, match=r"qzeros' means zeros of [79], and sym=true zeros of 8"):
+        run(folder, [])
+
+
+@pytest.mark.parametrize("model_impl", ["auto", "transformers"])
+@pytest.mark.parametrize("pack", [fp8_block, fp8_tensor], ids=["block", "tensor"])
+def test_fp8_beside_int4_is_refused_by_its_name(
+    pack: Packer, model_impl: str, tmp_path: Path
+) -> None:
+    plain = make_checkpoint(tmp_path / "plain", "llama", tokenizer=False)
+    folder, _ = quantise_checkpoint(plain, Format(GPTQ, SYMMETRIC), {"q_proj": pack})
+    reason = (
+        r"q_proj\.weight' is torch\.float8_e4m3fn with weight_scale(_inv)? in the checkpoint, of "
+        r"which quant_method='gptq' in its quantization_config says nothing"
+    )
+    with pytest.raises(ValueError, match=reason):
+        get_model(vllm_config=make_config(folder, model_impl=model_impl))
 
 
 def test_the_first_entry_of_dynamic_that_matches_decides(tmp_path: Path) -> None:

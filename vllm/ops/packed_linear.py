@@ -216,7 +216,10 @@ class PackedWeight:
             return self._with_rows(lambda tensor: tensor.narrow(0, start, length))
         if (start, length) == (0, self.columns):
             return self
-        if self.order is not None or start % self.group_size or length % self.group_size:
+        is_cut = start % self.group_size or (
+            length % self.group_size and start + length != self.columns
+        )
+        if self.order is not None or is_cut:
             how = "out of order" if self.order is not None else f"of {self.group_size}"
             raise CutGroupError(
                 f"cannot be cut: columns {start} to {start + length} of its {self.columns} do not "
@@ -224,10 +227,10 @@ class PackedWeight:
                 "groups whole"
             )
         per = 1 if self.table is None else 2
-        first, groups = start // self.group_size, length // self.group_size
+        first, groups = start // self.group_size, -(-length // self.group_size)
         return replace(
             self,
-            codes=self.codes.narrow(1, start // per, length // per),
+            codes=self.codes.narrow(1, start // per, -(-length // per)),
             scales=self.scales.narrow(1, first, groups),
             zeros=None if self.zeros is None else self.zeros.narrow(1, first, groups),
             columns=length,

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 Weight = torch.Tensor | PackedWeight | PackedExperts
+_SCALES = ("weight_scale_inv", "weight_scale")
 _OF_ALL_EXPERTS = ("_proj_activation_scale", "_proj_input_scale")
 """Ends of the names that UNUSED tensors have beside a tensor of all experts."""
 
@@ -43,8 +44,29 @@ def stored_weights(
     if config is None:
         return tensors
     as_served = model_config.activation_quantization == "as_served"
-    format_of = read_quantization(config)
-    return join_stored_weights(tensors, tensor_names(files, wanted), format_of, as_served=as_served)
+    names, format_of = tensor_names(files, wanted), read_quantization(config)
+    tensors = _of_the_method(tensors, names, format_of, str(config.get("quant_method")))
+    return join_stored_weights(tensors, names, format_of, as_served=as_served)
+
+
+def _of_the_method(
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    names: Collection[str],
+    format_of: FormatOf,
+    method: str,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors. ValueError: one is quantised by another method than the config's."""
+    for name, tensor in tensors:
+        module = name.removesuffix(".weight")
+        scale = next((leaf for leaf in _SCALES if f"{module}.{leaf}" in names), None)
+        is_float = tensor.dtype in LOADABLE_DTYPES
+        if scale and not is_float and _part_of_module(name, names, format_of) is None:
+            raise ValueError(
+                f"weight {name!r} is {tensor.dtype} with {scale} in the checkpoint, of which "
+                f"quant_method={method!r} in its quantization_config says nothing; store the "
+                "module as floats, or by that method"
+            )
+        yield name, tensor
 
 
 def join_stored_weights(

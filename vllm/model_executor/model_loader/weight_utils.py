@@ -59,9 +59,8 @@ def check_dtype(name: str, tensor: torch.Tensor) -> None:
     """ValueError: the tensor is not floats, so it cannot be loaded as it is."""
     if tensor.dtype not in LOADABLE_DTYPES:
         raise ValueError(
-            f"weight {name!r} is {tensor.dtype} in the checkpoint; without a "
-            "quantization_config that says what it means, only float32, bfloat16 and float16 "
-            "can be loaded"
+            f"weight {name!r} is {tensor.dtype} in the checkpoint, and no quantization_config says "
+            "what it means; only float32, bfloat16 and float16 can be loaded"
         )
 
 

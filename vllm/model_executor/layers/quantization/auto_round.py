@@ -62,6 +62,8 @@ def _format_of(settings: Mapping[str, Any]) -> StorageFormat | None:
     if found in _AWQ:
         setting(settings, "bits", None, (4,))
         return AwqFormat(group_size)
-    return GptqFormat(
-        setting(settings, "bits", None, (2, 3, 4, 8)), group_size, _ZERO_OFFSETS[found]
+    bits, is_symmetric = (
+        setting(settings, "bits", None, (2, 3, 4, 8)),
+        setting(settings, "sym", False, (True, False)),
     )
+    return GptqFormat(bits, group_size, _ZERO_OFFSETS[found], is_symmetric)

@@ -10,6 +10,7 @@ import torch
 from vllm.model_executor.layers.quantization.storage_format import (
     Reader,
     StorageFormat,
+    groups_of,
     integer_weight,
     unpack_integers,
 )
@@ -35,8 +36,7 @@ class AwqFormat(StorageFormat):
     def unpack(self, stored: Reader) -> PackedWeight:
         packed = stored.get("qweight", (torch.int32,), (None, None))
         columns, rows = packed.shape[0], packed.shape[1] * _PER
-        group_size = stored.check_group_size("qweight", columns, self.group_size)
-        groups = columns // group_size
+        group_size, groups = groups_of(columns, self.group_size)
         scales = stored.finite("scales", shape=(groups, rows))
         qzeros = stored.get("qzeros", (torch.int32,), (groups, packed.shape[1]))
         codes, zeros = _outputs(packed), _outputs(qzeros)
@@ -54,8 +54,8 @@ class AwqByRowFormat(AwqFormat):
     def unpack(self, stored: Reader) -> PackedWeight:
         packed = stored.get("qweight", (torch.int32,), (None, None))
         rows, columns = packed.shape[0], packed.shape[1] * _PER
-        group_size = stored.check_group_size("qweight", columns, self.group_size)
-        groups, multiple = columns // group_size, _PER * max(128 // group_size, 1)
+        group_size, groups = groups_of(columns, self.group_size)
+        multiple = _PER * max(128 // group_size, 1)
         held = -(-groups // multiple) * multiple
         scales = stored.finite("scales", shape=(rows, held))
         qzeros = stored.get("qzeros", (torch.int32,), (rows, held // _PER))

@@ -9,6 +9,7 @@ import torch
 from vllm.model_executor.layers.quantization.storage_format import (
     Reader,
     StorageFormat,
+    groups_of,
     integer_weight,
     order_of_groups,
     unpack_integers,
@@ -31,8 +32,8 @@ class Int8Format(StorageFormat):
     def unpack(self, stored: Reader) -> PackedWeight:
         codes = stored.get("weight", (torch.int8,), (None, None))
         rows, columns = codes.shape
-        group_size = stored.check_group_size("weight", columns, self.group_size)
-        shape = (rows, columns // group_size)
+        group_size, groups = groups_of(columns, self.group_size)
+        shape = (rows, groups)
         scales = stored.by_group("weight_scale", shape, KERNEL_DTYPES)
         zeros = None
         if stored.has("weight_zero_point"):
@@ -60,8 +61,8 @@ class PackQuantizedFormat(StorageFormat):
         rows, columns = stored.get("weight_shape", (torch.int64, torch.int32), (2,)).tolist()
         per = 32 // self.bits
         packed = stored.get("weight_packed", (torch.int32,), (rows, -(-columns // per)))
-        group_size = stored.check_group_size("weight_packed", columns, self.group_size)
-        scales = stored.by_group("weight_scale", (rows, columns // group_size), KERNEL_DTYPES)
+        group_size, groups = groups_of(columns, self.group_size)
+        scales = stored.by_group("weight_scale", (rows, groups), KERNEL_DTYPES)
         order = None
         if stored.has("weight_g_idx"):
             order = order_of_groups(stored, "weight_g_idx", columns, group_size)

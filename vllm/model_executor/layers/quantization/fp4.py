@@ -11,7 +11,11 @@ from typing import ClassVar
 
 import torch
 
-from vllm.model_executor.layers.quantization.storage_format import Reader, StorageFormat
+from vllm.model_executor.layers.quantization.storage_format import (
+    Reader,
+    StorageFormat,
+    groups_of,
+)
 from vllm.ops.packed_linear import FP4_VALUES, PackedExperts, PackedWeight
 
 _NVFP4_GROUP, _MXFP4_GROUP = 16, 32
@@ -59,8 +63,7 @@ def _whole_scale(stored: Reader, leaf: str) -> torch.Tensor:
 def _unpack_nvfp4(stored: Reader, leaf: str, factor: torch.Tensor) -> PackedWeight:
     codes = stored.get(leaf, (torch.uint8,), (None, None))
     rows, columns = codes.shape[0], 2 * codes.shape[1]
-    stored.check_group_size(leaf, columns, _NVFP4_GROUP)
-    groups = columns // _NVFP4_GROUP
+    _, groups = groups_of(columns, _NVFP4_GROUP)
     scales = stored.finite("weight_scale", (torch.float8_e4m3fn,), (rows, groups))
     factors = factor.expand(rows).contiguous()
     return PackedWeight(codes, scales, columns, _NVFP4_GROUP, FP4_VALUES, factors=factors)
@@ -76,9 +79,8 @@ class Mxfp4Format(StorageFormat):
         leaf = self.required[0]
         codes = stored.get(leaf, (torch.uint8,), (None, None))
         columns = 2 * codes.shape[1]
-        stored.check_group_size(leaf, columns, _MXFP4_GROUP)
-        shape = (codes.shape[0], columns // _MXFP4_GROUP)
-        scales = stored.powers_of_two("weight_scale", shape)
+        _, groups = groups_of(columns, _MXFP4_GROUP)
+        scales = stored.powers_of_two("weight_scale", (codes.shape[0], groups))
         return PackedWeight(codes, scales, columns, _MXFP4_GROUP, FP4_VALUES)
 
 

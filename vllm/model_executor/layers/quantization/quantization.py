@@ -105,7 +105,8 @@ def _read_gptq(config: Mapping[str, Any]) -> FormatOf:
         found = setting(settings, version, "gptq", ("gptq", "gptq_v2"))
         bits = setting(settings, "bits", None, (2, 3, 4, 8))
         group_size = whole_number(settings, "group_size", 128)
-        made = GptqFormat(bits, group_size, int(found == "gptq"))
+        is_symmetric = setting(settings, "sym", False, (True, False))
+        made = GptqFormat(bits, group_size, int(found == "gptq"), is_symmetric)
         if setting(settings, "desc_act", False, (True, False)):
             made.announced = ("g_idx",)
         return made

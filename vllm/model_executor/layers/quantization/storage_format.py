@@ -182,17 +182,17 @@ class Reader:
             raise self.fail(leaf, f"holds {_NAN_POWER}, which is NaN, among its scales")
         return codes.view(torch.float8_e8m0fnu)
 
-    def check_group_size(self, leaf: str, columns: int, group_size: int) -> int:
-        """Return the size; -1 stands for all columns. ValueError: it does not divide them."""
-        if group_size == -1:
-            return columns
-        if group_size < 1 or columns % group_size:
+    def check_zeros(self, leaf: str, zeros: torch.Tensor, bits: int) -> None:
+        """ValueError: not all zeros of a symmetric weight are the middle of its codes."""
+        middle = 1 << (bits - 1)
+        if (zeros != middle).any():
+            other = int(zeros[zeros != middle][0])
             raise self.fail(
                 leaf,
-                f"has {columns} columns, which group_size={group_size} does not "
-                "divide; use a group size that does, or -1 for whole rows",
+                f"means zeros of {other}, and sym=true zeros of {middle}; correct sym, or "
+                "checkpoint_format ('gptq' stores zeros that are one too small, 'gptq_v2' does "
+                "not), in quantization_config",
             )
-        return group_size
 
     def check_no_nan_codes(self, leaf: str, codes: torch.Tensor) -> None:
         """ValueError: codes of float8_e4m3fn hold NaN, which products would not show."""
@@ -255,6 +255,15 @@ def integer_weight(
         zeros=given,
         order=order,
     )
+
+
+def groups_of(columns: int, group_size: int) -> tuple[int, int]:
+    """Return the size of groups, of which -1 means all columns, and their number.
+
+    The last group has fewer columns if the size does not divide them.
+    """
+    size = columns if group_size == -1 else group_size
+    return size, -(-columns // size)
 
 
 def order_of_groups(
