@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import random
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.models.checkpoints import make_checkpoint
+from tests.grids import at_night
+from tests.models.checkpoints import FAMILIES, make_checkpoint, make_transformers_model
 from tests.models.harness import make_config
+from vllm.model_report.outline import outline_model
 
 ENTRIES: list[tuple[str, str, Any, str]] = [
     ("bamba", "mamba_n_heads", 0, "mamba_n_heads=0 has to be a whole number above 0"),
@@ -33,3 +39,93 @@ def test_the_name_in_the_file_is_told(
     (folder / "config.json").write_text(json.dumps(content))
     with pytest.raises(ValueError, match=message):
         make_config(folder)
+
+
+ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+LLAMA_3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+UNREADABLE: list[tuple[str, dict[str, Any], str]] = [
+    ("llama", {"rope_parameters": {**ROPE, "rope_theta": None}}, "rope_parameters.rope_theta=None"),
+    (
+        "llama",
+        {"rope_parameters": {**ROPE, "rope_theta": "7"}},
+        "rope_theta='7' has to be a number",
+    ),
+    (
+        "llama",
+        {"rope_parameters": {**ROPE, **LLAMA_3, "rope_type": "llama3", "factor": None}},
+        "rope_parameters.factor=None",
+    ),
+    ("llama", {"architectures": ["Qwen3ForCausalLM"]}, "not there: layer_types"),
+    ("phi3", {"architectures": ["LlamaForCausalLM"]}, "not there: attention_bias"),
+    ("deepseek_v3", {"n_group": None}, "read there: n_group=None"),
+    ("deepseek_v3", {"topk_group": None}, "read there: topk_group=None"),
+    ("deepseek_v3", {"first_k_dense_replace": None}, "read there: first_k_dense_replace=None"),
+    ("deepseek_v3", {"v_head_dim": None}, "read there: v_head_dim=None"),
+]
+
+
+def outline(folder: Path, content: dict[str, Any], **options: Any) -> None:
+    (folder / "config.json").write_text(json.dumps(content))
+    outline_model(make_config(folder, load_format="dummy", model_impl="vllm", **options))
+
+
+def config_of(family: str) -> dict[str, Any]:
+    text = make_transformers_model(family).config.to_json_string(use_diff=False)
+    return {**json.loads(text), "architectures": [FAMILIES[family].model_class]}
+
+
+@pytest.mark.parametrize(("family", "entries", "message"), UNREADABLE)
+def test_what_building_raises_is_one_error_with_its_entry(
+    family: str, entries: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    content = {**config_of(family), **entries}
+    with pytest.raises(ValueError, match=re.escape(message)) as raised:
+        outline(tmp_path, content)
+    if "has to be" not in message:
+        assert content["architectures"][0] in str(raised.value)
+
+
+@pytest.mark.parametrize("theta", [None, "10000"])
+def test_overrides_are_named_like_entries(theta: Any, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"rope_theta={theta!r}"):
+        outline(tmp_path, config_of("llama"), hf_overrides={"rope_theta": theta})
+
+
+def odd_values(value: Any) -> Iterator[Any]:
+    """Yield values of another type, or out of bounds."""
+    yield None
+    if not isinstance(value, str):
+        yield "x"
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        yield from (0, -1, str(value))
+    if isinstance(value, list):
+        yield from ([], value[:1])
+
+
+def odd_entries(content: dict[str, Any]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    for name, value in content.items():
+        yield from (((name,), odd) for odd in odd_values(value))
+        if isinstance(value, dict):
+            yield from (((name, *path), odd) for path, odd in odd_entries(value))
+
+
+BY_DAY = ("deepseek_v3", "gemma3_vl")
+
+
+@pytest.mark.parametrize("family", [f if f in BY_DAY else at_night(f) for f in FAMILIES])
+def test_odd_entries_end_in_one_error_or_none(family: str, tmp_path: Path) -> None:
+    """Nothing raw comes out, whatever an entry is."""
+    whole = config_of(family)
+    cases = [(path, odd) for path, odd in odd_entries(whole) if path[0] != "architectures"]
+    random.Random(family).shuffle(cases)
+    num_refused = 0
+    for path, odd in cases[:40]:
+        content = part = copy.deepcopy(whole)
+        for name in path[:-1]:
+            part = part[name]
+        part[path[-1]] = odd
+        try:
+            outline(tmp_path, content)
+        except ValueError:
+            num_refused += 1
+    assert num_refused

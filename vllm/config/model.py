@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from vllm.config import model_facts
+from vllm.config.failures import failures_named
 from vllm.config.parallel import ParallelConfig
 from vllm.logger import init_logger
 from vllm.utils.checked import UNSET, Fillable, at_least, config, is_unset, require
@@ -155,6 +156,11 @@ class ModelConfig:
     def __post_init__(self) -> None:
         if is_unset(self.tokenizer):
             self.tokenizer = self.model
+        with failures_named(self.hf_config):
+            self._resolve()
+
+    def _resolve(self) -> None:
+        """Set the options that follow from the checkpoint, and check them."""
         if is_unset(self.dtype):
             self.dtype = self._checkpoint_dtype()
         self._resolve_max_model_len()

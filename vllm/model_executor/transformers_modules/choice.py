@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import nn
 
+from vllm.config.failures import failures_named
 from vllm.logger import init_logger
 from vllm.model_classes import ModelRegistry, import_class, unsupported_message
 from vllm.model_executor.language_part import is_language_part, running_config
@@ -36,7 +37,8 @@ def make_model(vllm_config: VllmConfig, make: Callable[[type[nn.Module]], Made])
     layers = vllm_config.compilation_config.static_forward_context
     before = set(layers)
     try:
-        return make(model_class)
+        with failures_named(model_config.hf_config):
+            return make(model_class)
     except UnsupportedConfigError as error:
         if not _does_it_in_transformers(model_config, error.option):
             raise
@@ -44,7 +46,8 @@ def make_model(vllm_config: VllmConfig, make: Callable[[type[nn.Module]], Made])
             del layers[name]
         logger.warning("%s by %s: transformers' module runs it.", error, model_class.__name__)
         try:
-            return make(_class_of_modules(model_config, model_class.__name__))
+            with failures_named(model_config.hf_config):
+                return make(_class_of_modules(model_config, model_class.__name__))
         except ValueError as second:
             raise ValueError(f"{error}; and by transformers' module: {second}") from second
 
