@@ -764,8 +764,8 @@ FAMILIES |= {
             layer_types=_HYBRID["layer_types"],
             linear_num_key_heads=2,
             linear_num_value_heads=4,
-            linear_key_head_dim=24,
-            linear_value_head_dim=12,  # transformers cuts convolutions into three equal parts
+            linear_key_head_dim=12,
+            linear_value_head_dim=24,
             rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
         ),
     ),
