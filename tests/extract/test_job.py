@@ -591,7 +591,7 @@ def test_an_engine_that_cannot_start_leaves_no_folder(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
+        ({"architectures": ["NonsenseForCausalLM"]}, "NonsenseForCausalLM"),
         ({"num_hidden_layers": 5}, "missing"),
     ],
 )

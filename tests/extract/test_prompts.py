@@ -232,7 +232,7 @@ def test_lengths_that_cannot_be_told_are_not(tokenizer: Any) -> None:
         ({"messages": [{"content": "x"}]}, "bad messages"),
         ({"messages": []}, "bad messages"),
         ({"messages": 5}, "bad messages"),
-        ({"messages": [{"role": "user", "content": DEEP}]}, "unreadable"),
+        ({"messages": [{"role": "user", "content": DEEP}]}, "bad messages"),
         ({"input_ids": DEEP}, "bad token ids"),
         ({}, "no prompt"),
     ],
