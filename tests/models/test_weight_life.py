@@ -285,6 +285,27 @@ def test_a_refused_replacement_changes_nothing(name: str, tmp_path: Path) -> Non
         assert is_same(answer(llm), before)
 
 
+@pytest.mark.parametrize("is_inside", [False, True])
+def test_weights_that_other_engines_rely_on_are_fixed(is_inside: bool, tmp_path: Path) -> None:
+    """Else they would load prefixes that other weights computed."""
+    first, second = CASES["panels"].checkpoints(tmp_path)
+    storing = {
+        "kv_connector": "SharedStorageConnector",
+        "kv_connector_extra_config": {"shared_storage_path": str(tmp_path / "blocks")},
+    }
+    multi = {
+        "kv_connector": "MultiConnector",
+        "kv_connector_extra_config": {"connectors": [storing]},
+    }
+    transfer = {"kv_role": "kv_both", **(multi if is_inside else storing)}
+    with engine(first, kv_transfer_config=transfer) as llm:
+        before = answer(llm)
+        with pytest.raises(ValueError, match=r"Connector shares what they compute.*a new engine"):
+            replace_down(model_of(llm), stored_by_name(llm, second))
+        llm.reset_prefix_cache()
+        assert is_same(answer(llm), before)
+
+
 # ---- models that load themselves
 
 

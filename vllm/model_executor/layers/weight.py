@@ -82,6 +82,8 @@ class Weight:
         self.quantise, self.keeps_codes = quantise, keeps_codes
         self.stays_in_rows = stays_in_rows
         self.is_finished = False
+        self.fixed_because: str | None = None
+        """The reason why it cannot be replaced; None: it can."""
         self._arrives_in_panels = False
         self._panels: torch.Tensor | None = None  # while it loads
         self._codes: defaultdict[int, dict[int, PackedWeight]] = defaultdict(dict)  # likewise
@@ -221,9 +223,12 @@ class Weight:
     def replace(self, pieces: Iterable[Piece]) -> None:
         """Overwrite rows, in the memory that they have, as if these had been loaded.
 
-        WeightShapeError, WeightFormatError: a piece does not fit there. Then nothing has changed.
+        WeightShapeError, WeightFormatError: a piece does not fit there. ValueError: the weight is
+        fixed. Then nothing has changed.
         """
         assert self.is_finished
+        if self.fixed_because is not None:
+            raise ValueError(f"weights cannot be replaced: {self.fixed_because}; make a new engine")
         for write in [write for piece in pieces for write in self.writes(*piece)]:
             write()
 
@@ -321,6 +326,12 @@ def _with_known_readers(model: nn.Module) -> Iterator[Weight]:
     for weight, holders in weights_of(model).items():
         weight.stays_in_rows |= not all(isinstance(module, Layer) for module in holders)
         yield weight
+
+
+def fix_weights(model: nn.Module, reason: str) -> None:
+    """Refuse replacements of a model's weights from now on, for this reason."""
+    for weight in weights_of(model):
+        weight.fixed_because = reason
 
 
 def num_weight_bytes(model: nn.Module) -> int:

@@ -27,6 +27,7 @@ from vllm.model_executor.captures import make_fields
 from vllm.model_executor.layers.attention import AttentionLayerBase
 from vllm.model_executor.layers.fused_moe import Experts
 from vllm.model_executor.layers.layer import settle_attributes
+from vllm.model_executor.layers.weight import fix_weights
 from vllm.model_executor.model_loader.loader import get_model
 from vllm.model_executor.models.interfaces import (
     KnowsHeadInput,
@@ -172,6 +173,9 @@ class GPUModelRunner:
             views = self._published.items()
             self._layers_in_pass = {name: CachedLayer(view) for name, view in views}
             self._metadata_may_be_kept = connector.reads_metadata_later
+            if connector.outlives_engine:
+                name = type(connector).__name__
+                fix_weights(self.model, f"{name} shares what they compute with other engines")
         called = () if self.connector is None else self.connector.modules.values()
         self._onlookers = Onlookers(self.model, called)
 

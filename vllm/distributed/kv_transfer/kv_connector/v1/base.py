@@ -210,6 +210,9 @@ class KVConnectorBase_V1(ABC):  # noqa: N801 - upstream's name
     keeps_prefixes: bool = True
     """True if it may store prefixes: then blocks of rows are kept until the hash of their prefix is
     known, and recurrent states are kept, also with ``enable_prefix_caching=False``."""
+    outlives_engine: bool = False
+    """True if what it stores is found by other engines of the same checkpoint: then the weights of
+    this engine cannot be replaced."""
     reads_all_layers: bool = True
     """True: it needs the cache of every layer, so every request runs all layers. False: it
     takes rows only, or tells requests of different depth apart (``Request.prefix_hashes``)."""

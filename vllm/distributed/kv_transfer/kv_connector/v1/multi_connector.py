@@ -144,6 +144,7 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
         self.rows_leave_each_step = all(part.rows_leave_each_step for part in self._connectors)
         self.reads_all_layers = any(part.reads_all_layers for part in self._connectors)
         self.reads_metadata_later = any(part.reads_metadata_later for part in self._connectors)
+        self.outlives_engine = any(part.outlives_engine for part in self._connectors)
         self.loads_rows = all(part.loads_rows for part in self._connectors)
 
         self._loader: dict[str, int] = {}  # scheduler: request id -> connector that loads for it

@@ -218,6 +218,8 @@ class FileToLoad(NamedTuple):
 class SharedStorageConnector(PrefixConnector[FileToLoad, SavedContent]):
     """Copies blocks of every group between the pool and files."""
 
+    outlives_engine = True
+
     def __init__(
         self,
         vllm_config: VllmConfig,
