@@ -137,7 +137,7 @@ def start(block: Block, place: Path, folder: Path, more: str = "") -> subprocess
 
 
 def finished(process: subprocess.Popen[str]) -> str:
-    """What a block printed; the test fails if a command of it did."""
+    """Run a block and return its output; a command that fails fails the test."""
     try:
         printed, _ = process.communicate(timeout=SECONDS)
     finally:

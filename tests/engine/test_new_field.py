@@ -242,6 +242,7 @@ def test_what_cannot_be_is_refused(checkpoint: Checkpoint, tmp_path: Path) -> No
     for name, match in (
         ("nowhere:Field", "row_fields: 'nowhere:Field' cannot be imported"),
         (f"{MODULE}:WithoutFields", "is not a subclass of"),
+        ("vllm.v1.rows.fields.logprobs:TopLogprobs", "has no method make"),
         ("StreamNorm", "name a field as 'module:Class'"),
     ):
         with pytest.raises(ValueError, match=match):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from tests.engine.harness import engine, random_prompts
 from tests.models.families import SLICE
 from tests.models.oracle import reference_run
+from vllm import AsyncEngineArgs, AsyncLLM
 from vllm.hidden_states import ExtractRequest, FailedSample
 from vllm.v1.rows.fields.logprobs import top_ids
 
@@ -130,3 +132,24 @@ def test_bad_requests_fail_alone(
         assert isinstance(bad, FailedSample)
         assert message in bad.reason
         assert not isinstance(good, FailedSample)
+
+
+def test_another_process_hands_them_over(checkpoint: Checkpoint) -> None:
+    folder = checkpoint("llama")
+    asked: dict[str, Any] = {"layers": ["norm", 1], "top_logprobs": 5, "logprob_temperature": 1.5}
+    with engine(folder) as llm:
+        expected = list(llm.extract(PROMPTS, positions="every:2", **asked))
+
+    async def extract() -> list[Any]:
+        args = AsyncEngineArgs(str(folder), max_model_len=256)
+        other = AsyncLLM.from_engine_args(args)
+        try:
+            return [s async for s in other.extract(PROMPTS, positions="every:2", **asked)]
+        finally:
+            await other.shutdown()
+
+    for sample, right in zip(asyncio.run(extract()), expected, strict=True):
+        assert sample.layer_ids == ("norm", 1)
+        assert sample.tensors.keys() == right.tensors.keys()
+        for name, tensor in right.tensors.items():
+            assert torch.equal(sample.tensors[name].nan_to_num(9), tensor.nan_to_num(9))

@@ -219,3 +219,16 @@ def test_files_of_a_multi_connector_can_be_fetched(
         check_file(params, [5, 6, 7], reference)
         fetched = http.get(params["hidden_states_url"])
         assert fetched.content == Path(params[PATH]).read_bytes()
+
+
+def test_the_state_after_the_norm(tiny_llama: Path, reference: LLM, tmp_path: Path) -> None:
+    """A column of a file like any other, as the offline engine has it."""
+    ids = random_prompts(6, [40], 250)[0]["prompt_token_ids"]
+    layers: list[Any] = ["norm", 2]
+    with live_server(tiny_llama, tmp_path, layers=layers) as server, server.client() as http:
+        params = post(http, prompt=ids)["kv_transfer_params"]
+        rows = load_file(params[PATH])["hidden_states"]
+    with LLM(str(tiny_llama), max_model_len=512, kv_cache_memory_bytes=2**24) as llm:
+        (sample,) = llm.extract([{"prompt_token_ids": ids}], layers=layers)
+    assert torch.equal(rows, sample.hidden_states)
+    assert torch.equal(rows[:, 1], offline_rows(reference, ids)[:, 1])

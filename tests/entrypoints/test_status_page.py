@@ -180,7 +180,7 @@ console.log(JSON.stringify(shown));
 
 
 def shown_in_node(folder: Path, bodies: list[str]) -> list[dict[str, Any]]:
-    """What the page's script shows after each of its looks at ``/metrics``, by id."""
+    """Return the texts that the page's script shows, by id, after each reading of ``/metrics``."""
     if shutil.which("node") is None:
         pytest.skip("there is no node here")
     page = (Path(pages.__file__).parent / "status_page.html").read_text()

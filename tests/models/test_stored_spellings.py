@@ -202,7 +202,7 @@ TAILS: dict[str, tuple[dict[str, Any], Packer]] = {
 
 @pytest.mark.parametrize("name", TAILS)
 def test_the_last_group_may_be_smaller(name: str, tmp_path: Path) -> None:
-    """Of 96 and of 160 columns, in groups of 64: the last ones have 32."""
+    """Weights with 96 and 160 columns, in groups of 64: the last group has 32."""
     compare(tmp_path, *TAILS[name])
 
 

@@ -182,7 +182,7 @@ def test_a_first_answer_is_refused_where_nothing_shows_its_beginning() -> None:
 
 
 def test_a_switch_in_a_text_stays() -> None:
-    """What a template looks for in texts is there where they are replaced by markers."""
+    """Markers keep the words that a template looks for in a text."""
     template = (
         TURNS
         + "{% if add_generation_prompt %}<assistant>"

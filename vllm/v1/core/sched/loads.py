@@ -16,6 +16,7 @@ from vllm.logger import init_logger
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.prefix_hash import extend_prefix_hashes
 from vllm.v1.core.sched.scheduler_connector import ConnectorCalls
+from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 logger = init_logger(__name__)
@@ -31,7 +32,16 @@ class Offer(NamedTuple):
 
 
 NOTHING = Offer()
-BLOCKS_DID_NOT_COME = "blocks that were to be loaded did not come"
+
+
+class LostLoad(NamedTuple):
+    """A load that failed, and what its request has done with it."""
+
+    reason: str = "blocks that were to be loaded did not come"
+    has_run: bool = False
+    """True if the request was computed from what did not come."""
+    in_time: bool = False
+    """True if the rows computed from it were still there when the failure was noticed."""
 
 
 class Loads:
@@ -149,33 +159,47 @@ class Loads:
         late = [name for name, began in self._began.items() if began < oldest]
         return [(self.under_way[name], failure) for name in late]
 
-    def take_rows_back(self, request: Request) -> None:
-        """Let the connector expect the rows again that were dropped. FailureError: it does not."""
-        if self._has_rows:
-            name, connector = request.request_id, self.connector
-            self._calls.call("take_rows_back", lambda: connector.take_rows_back(name))
-
-    def take_lost(self, blocks: set[int], running: Iterable[Request]) -> set[str]:
+    def take_lost(
+        self, report: KVConnectorOutput, loading: set[str], running: Iterable[Request]
+    ) -> dict[str, LostLoad]:
         """Take in blocks that did not come; return the requests that use them already.
 
-        Loads under way go on until they are reported.
+        loading: requests whose loads began with the reported step. Loads under way go on until
+        they are reported.
         """
+        blocks = report.invalid_block_ids
         self._manager.forget(blocks)
-        users = {r.request_id for r in running} | self.arrived.keys()
+        running_ids = {request.request_id for request in running}
+        users = running_ids | self.arrived.keys()
         lost = {r for r in users | self.under_way.keys() if self._manager.holds_any(r, blocks)}
         self._lost |= lost & self.under_way.keys()
-        return lost & users
+        # Those that the workers name may have been preempted since.
+        ran = report.void_req_ids | report.late_req_ids
+        affected = lost & users | ran | (loading if report.load_error else set())
+        reason = report.load_error or LostLoad().reason
+        return {
+            name: LostLoad(reason, name in running_ids | ran, name in report.void_req_ids)
+            for name in affected
+        }
 
-    def why_not_again(self, *, has_run: bool, in_time: bool) -> str | None:
-        """Return why a request whose load failed has to fail; None: it can be computed.
-
-        has_run: it was computed from what did not come; in_time: its rows were still there then.
-        """
+    def why_not_again(self, request: Request, lost: LostLoad) -> Failure | None:
+        """Return why a request whose load failed has to fail. None: it can be computed, and the
+        connector expects the rows again that it dropped."""
+        has_left = lost.has_run and self._has_rows and self.connector.sends_rows_on
+        problem = None
         if self.policy == "fail":
-            return " (kv_load_failure_policy='recompute' would compute them)"
-        are_kept_back = in_time and self.connector.keeps_rows_back
-        if has_run and self._has_rows and self.connector.sends_rows_on and not are_kept_back:
-            return ", and hidden states that were computed from them have left"
+            problem = " (kv_load_failure_policy='recompute' would compute them)"
+        elif has_left and not (lost.in_time and self.connector.keeps_rows_back):
+            problem = ", and hidden states that were computed from them have left"
+        if problem is not None:
+            return Failure(FailureKind.CONNECTOR_FAILED, f"{lost.reason}{problem}")
+        if not (lost.in_time and self._has_rows):
+            return None
+        name, connector = request.request_id, self.connector
+        try:
+            self._calls.call("take_rows_back", lambda: connector.take_rows_back(name))
+        except FailureError as error:
+            return error.failure
         return None
 
     def give_up_last(self, request: Request) -> Request | None:

@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
-from vllm.exceptions import Failure, FailureError, FailureKind
+from vllm.exceptions import Failure, FailureError
 from vllm.logger import init_logger
 from vllm.v1.core.kv_cache_coordinator import PrefixHit
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.prefix_hash import extend_prefix_hashes
 from vllm.v1.core.sched.chunks import ChunkRules
 from vllm.v1.core.sched.deliveries import Deliveries
-from vllm.v1.core.sched.loads import BLOCKS_DID_NOT_COME, NOTHING, LoadFailurePolicy, Loads, Offer
+from vllm.v1.core.sched.loads import NOTHING, LoadFailurePolicy, Loads, LostLoad, Offer
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.request_queue import RequestQueue
 from vllm.v1.core.sched.scheduler_connector import ConnectorCalls
@@ -472,19 +472,11 @@ class Scheduler:
         """Fail or recompute the requests for which a connector could not load."""
         if self._loads is None or not (report.invalid_block_ids or report.load_error):
             return
-        affected = self._loads.take_lost(report.invalid_block_ids, self.running)
-        affected |= report.void_req_ids | report.late_req_ids  # also if preempted since then
-        if report.load_error:  # loads that begin with this step bring nothing
-            affected |= scheduled.loading_req_ids
-        for request_id in sorted(affected):
+        lost = self._loads.take_lost(report, scheduled.loading_req_ids, self.running)
+        for request_id in sorted(lost):
             request = self.requests.get(request_id)
             if request is not None and not request.is_finished():
-                in_time = request_id in report.void_req_ids
-                reason = report.load_error or BLOCKS_DID_NOT_COME
-                has_run = request.status is RequestStatus.RUNNING or (
-                    in_time or request_id in report.late_req_ids
-                )
-                self._start_again(request, reason, has_run=has_run, in_time=in_time)
+                self._start_again(request, lost[request_id])
 
     def _finish_load(self, request_id: str) -> None:
         """End a background load: its request continues from it, or computes the tokens."""
@@ -493,34 +485,23 @@ class Scheduler:
             return
         request, is_whole = finished
         if not is_whole:
-            self._start_again(request, BLOCKS_DID_NOT_COME)
+            self._start_again(request, LostLoad())
             return
         request.status = RequestStatus.WAITING
         self._refused = None
         self.waiting.put_back(request)
 
-    def _start_again(
-        self, request: Request, reason: str, *, has_run: bool = False, in_time: bool = False
-    ) -> None:
-        """Compute a request from its beginning, without what a connector failed to bring.
-
-        has_run, in_time: see :meth:`Loads.why_not_again`.
-        """
+    def _start_again(self, request: Request, lost: LostLoad) -> None:
+        """Compute a request from its beginning, without what a connector failed to bring."""
         assert self._loads is not None
         self._loads.forget(request.request_id)
         request.void_steps = self._num_planned_steps
         self.kv_cache_manager.forget_request(request.request_id)
-        problem = self._loads.why_not_again(has_run=has_run, in_time=in_time)
-        if problem is not None:
-            self._fail(request, Failure(FailureKind.CONNECTOR_FAILED, f"{reason}{problem}"))
+        failure = self._loads.why_not_again(request, lost)
+        if failure is not None:
+            self._fail(request, failure)
             return
-        logger.warning("request %s is computed instead: %s", request.request_id, reason)
-        if in_time:
-            try:
-                self._loads.take_rows_back(request)
-            except FailureError as error:
-                self._fail(request, error.failure)
-                return
+        logger.warning("request %s is computed instead: %s", request.request_id, lost.reason)
         if request.request_id in self._known_to_workers:
             self._restarted[request.request_id] = request.num_tokens
         self._remove_from_queues(request)

@@ -7,6 +7,7 @@ their option ``row_fields`` names it as "module:Class"; the built-in fields have
 from __future__ import annotations
 
 import importlib
+import inspect
 import itertools
 import json
 from collections.abc import Iterable, Mapping
@@ -31,6 +32,10 @@ def find_field(name: str) -> type[Field]:
         ) from error
     if not (isinstance(found, type) and issubclass(found, Field)):
         raise ValueError(f"row_fields: {name!r} is not a subclass of {Field.__module__}.Field")
+    if "make" not in {
+        key for one in found.__mro__[: found.__mro__.index(Field)] for key in vars(one)
+    }:
+        raise ValueError(f"row_fields: {name!r} has no method make, so no engine can keep it")
     return found
 
 

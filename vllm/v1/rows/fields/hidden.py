@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 
@@ -14,7 +14,7 @@ from vllm.forward_context import HIDDEN_STATES
 from vllm.utils.boundaries import LayerId
 from vllm.v1.rows.fields.checks import find_bad_row
 from vllm.v1.rows.fields.fp8 import FP8, dequantize_rows, quantization_errors, quantize_rows
-from vllm.v1.rows.fields.layout import Cells, Field, FieldFacts, TensorForm
+from vllm.v1.rows.fields.layout import Cells, Field, TensorForm
 
 STORAGE_DTYPES = {
     "float32": torch.float32,
@@ -38,12 +38,6 @@ class HiddenStates(Field):
     """Dtype in which the stream is captured."""
     stored: torch.dtype
     """Dtype on the host; fp8 has a scale for each row and layer."""
-
-    @classmethod
-    def make(cls, facts: FieldFacts) -> Self:
-        """Make the field with every boundary of the model."""
-        layer_ids: tuple[LayerId, ...] = tuple(range(facts.num_hidden_layers + 1))
-        return cls(layer_ids, facts.row_size, facts.dtype, facts.dtype)
 
     @cached_property
     def cells(self) -> Cells:

@@ -76,9 +76,9 @@ class Field(ABC):
     """Tensors of integers that are the same for all tokens."""
 
     @classmethod
-    @abstractmethod
     def make(cls, facts: FieldFacts) -> Self:
-        """Make the field for a model."""
+        """Make the field for a model. A class that ``row_fields`` names overrides it."""
+        raise NotImplementedError(f"{cls.__name__}: no engine keeps it of every token")
 
     @classmethod
     def deepest_layer(cls, num_hidden_layers: int) -> int:

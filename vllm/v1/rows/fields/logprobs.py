@@ -9,12 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 
 from vllm.exceptions import Failure, FailureKind
-from vllm.v1.rows.fields.layout import Cells, Field, FieldFacts, TensorForm
+from vllm.v1.rows.fields.layout import Cells, Field, TensorForm
 
 MOST = 1024
 """The largest ``top_logprobs``."""
@@ -35,10 +35,6 @@ class TopLogprobs(Field):
     k: int
     temperature: float
     vocab_size: int
-
-    @classmethod
-    def make(cls, facts: FieldFacts) -> Self:
-        raise NotImplementedError("requests make it")
 
     @property
     def cells(self) -> Cells:
