@@ -32,9 +32,7 @@ def find_field(name: str) -> type[Field]:
         ) from error
     if not (isinstance(found, type) and issubclass(found, Field)):
         raise ValueError(f"row_fields: {name!r} is not a subclass of {Field.__module__}.Field")
-    if "make" not in {
-        key for one in found.__mro__[: found.__mro__.index(Field)] for key in vars(one)
-    }:
+    if inspect.getattr_static(found, "make") is vars(Field)["make"]:
         raise ValueError(f"row_fields: {name!r} has no method make, so no engine can keep it")
     return found
 
