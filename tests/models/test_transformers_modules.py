@@ -23,7 +23,9 @@ from tests.models import zoo
 from tests.models.checkpoints import make_checkpoint as make_own_checkpoint
 from tests.models.every_family import MOST_ERROR, check_family, greedy_tokens, streams_of
 from tests.models.oracle import reference_run, relative_error
+from vllm.model_executor.transformers_modules import model as model_module
 from vllm.model_executor.transformers_modules.boundaries import NotServableError
+from vllm.model_executor.transformers_modules.one_by_one import OneByOne
 from vllm.model_executor.transformers_modules.survey import window_of_mask
 from vllm.v1.worker import self_check
 
@@ -50,6 +52,16 @@ def test_rows_and_tokens_are_those_of_plain_transformers(model_type: str, tmp_pa
     assert report.way == ("packed" if model_type in PACKED else "one by one")
     if model_type in PACKED:
         assert report.same_bits, "bits depend on what runs beside a request"
+
+
+def test_a_decoder_layer_may_have_several_caches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pass that stops early keeps those of all decoder layers that ran."""
+    one_by_one = [way for way in model_module._WAYS if way[1] is OneByOne]
+    monkeypatch.setattr(model_module, "_WAYS", one_by_one)
+    report = check_family("longcat_flash", tmp_path, bfloat16=False)
+    assert (report.outcome, report.way) == ("whole", "one by one"), report.reason
 
 
 @pytest.mark.parametrize("model_type", WITHOUT_CACHE)

@@ -72,6 +72,7 @@ class OneByOne(EachByItself):
             LayerCaches(layer, _SURVEY_TOKENS, dtype, f"layers.{index}")
             for index, layer in enumerate(cache.layers)
         ]
+        self._caches_per_layer = max(1, len(self._caches) // boundaries.num_layers)
         self.layer_names = [name for caches in self._caches for name in caches.layer_names]
         if not self.layer_names:
             raise NotServableError("it keeps nothing in transformers' cache")
@@ -87,7 +88,6 @@ class OneByOne(EachByItself):
         if part.num_computed:
             for caches, layer in zip(self._caches, cache.layers, strict=True):
                 caches.fill(layer, part)
-        last = get_forward_context().num_layers_to_run
         outputs = []
         begin = 0
         for end in self._cuts(part):
@@ -96,9 +96,15 @@ class OneByOne(EachByItself):
             outputs.append(self._hidden_of(decode, sink))
             self._keep_states(cache, part, end)
             begin = end
-        for caches, layer in zip(self._caches[:last], cache.layers, strict=False):
+        for caches, layer in zip(self._caches_of_pass, cache.layers, strict=False):
             caches.take(layer, part)
         return torch.cat(outputs)
+
+    @property
+    def _caches_of_pass(self) -> list[LayerCaches]:
+        """The caches of the decoder layers that run; a layer of LongCat-Flash has two."""
+        last = get_forward_context().num_layers_to_run
+        return self._caches[: None if last is None else last * self._caches_per_layer]
 
     def _cuts(self, part: Part) -> list[int]:
         """Numbers of tokens after which a pass ends: where states are kept, and at the end."""
@@ -112,8 +118,7 @@ class OneByOne(EachByItself):
         return sorted(cuts)
 
     def _keep_states(self, cache: Any, part: Part, num_tokens: int) -> None:
-        last = get_forward_context().num_layers_to_run
-        for caches, layer in zip(self._caches[:last], cache.layers, strict=False):
+        for caches, layer in zip(self._caches_of_pass, cache.layers, strict=False):
             if caches.states is None:
                 continue
             plan = caches.states.plan()
