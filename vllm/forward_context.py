@@ -41,9 +41,15 @@ class RowSink(Protocol):
         ...
 
     def take_logits(
-        self, hidden: torch.Tensor, compute_logits: Callable[[torch.Tensor], torch.Tensor]
+        self,
+        hidden: torch.Tensor,
+        compute_logits: Callable[[torch.Tensor], torch.Tensor],
+        sampled: Callable[[], torch.Tensor] | None = None,
     ) -> None:
-        """Store what is kept of logits, from the model's output [tokens, hidden]; here nothing."""
+        """Store what is kept of logits, from the model's output [tokens, hidden]; here nothing.
+
+        sampled: returns the tokens sampled after these, int64 [tokens], -1 for none.
+        """
         return
 
     def take_aux_hidden_states(self, aux_hidden_states: Sequence[torch.Tensor]) -> None:

@@ -56,6 +56,8 @@ class CompletionOutput:
     lora_request: None = None
     kv_transfer_params: dict[str, Any] | None = None
     """The connector's report on this continuation, such as the path of its file."""
+    extracted: ExtractedRows | None = None
+    """The rows that an ``extract()`` call requested."""
 
     def finished(self) -> bool:
         return self.finish_reason is not None
@@ -79,5 +81,3 @@ class RequestOutput:
     """Prompt tokens that were found in the prefix cache."""
     kv_transfer_params: dict[str, Any] | None = None
     """The ``kv_transfer_params`` of the first completion."""
-    extracted: ExtractedRows | None = None
-    """The rows that an ``extract()`` call requested."""

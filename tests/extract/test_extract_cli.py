@@ -237,7 +237,7 @@ def test_mistakes_end_with_status_2(
     tiny_llama: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     mistakes = [
-        (["--positions", "every"], "positions='every': use all, last, mask, or every:K"),
+        (["--positions", "every"], "positions='every': use all, last, mask, generated, or every:K"),
         (["--format", "speculators", "--positions", "last"], "format='speculators' trains from"),
         (["--kv-transfer-config", "{}"], "unrecognized arguments: --kv-transfer-config"),
         (["--rank", "2", "--world-size", "2"], "rank=2 is not valid; world_size is 2"),

@@ -42,7 +42,9 @@ def test_mask() -> None:
 
 @pytest.mark.parametrize("text", ["", "first", "every", "every:", "every:0", "every:-1", "all:2"])
 def test_refused(text: str) -> None:
-    with pytest.raises(ValueError, match=f"positions='{text}': use all, last, mask, or every:K"):
+    with pytest.raises(
+        ValueError, match=f"positions='{text}': use all, last, mask, generated, or every:K"
+    ):
         parse_positions(text)
 
 

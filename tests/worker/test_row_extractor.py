@@ -16,11 +16,13 @@ from vllm.ops import row_transport
 from vllm.ops.row_transport import DeviceRows, RowReport, make_row_transport
 from vllm.sampling_params import SamplingParams
 from vllm.utils.transfers import PINNED_OF_A_LARGE_CLASS, HostCopy, to_device
-from vllm.v1.engine import ExtractionSpec
-from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.engine import ExtractionSpec, GenerationSpec
+from vllm.v1.outputs import ExtractedRows, ModelRunnerOutput
 from vllm.v1.rows import leaving
 from vllm.v1.rows.capture import RowCapture
+from vllm.v1.rows.destinations import GrowingTensors
 from vllm.v1.rows.fields import fp8
+from vllm.v1.rows.fields.hidden import HiddenStates
 from vllm.v1.worker.input_batch import RequestState, make_batch
 from vllm.v1.worker.row_extractor import RowExtractor, RowsOfStep
 
@@ -241,3 +243,25 @@ def test_large_copies_are_left_to_another_thread(storage_dtype: str | None, card
     card.watched_thread = None
     assert len(output.extracted_rows) == 1
     assert max(card.host_copies, default=0) <= 1 << 20
+
+
+def test_rows_of_unknown_number_take_memory_as_they_come() -> None:
+    """The memory held in excess is bounded by 512 rows; each row keeps its place."""
+    hidden = HiddenStates((0, 1), 24, torch.float32, torch.float32)
+    spec = GenerationSpec((0, 1), None, num_prompt_tokens=40)
+    device = torch.device("cpu")
+    extractor = RowExtractor(make_row_transport(device), 24, torch.float32, device, 0)
+    rows = extractor.make_rows(spec, 40)
+    assert isinstance(rows, GrowingTensors)
+    values = torch.randn(3000, 2, 24)
+    ends = [40, *range(41, 60), 100, *range(101, 3001)]
+    start = 0
+    for end in ends:
+        assert rows.positions_before(end).tolist() == list(range(end))
+        room = rows.room(start, end - start)["hidden_states"]
+        rows.append(ExtractedRows({"hidden_states": values[start:end]}))
+        assert torch.equal(room, values[start:end])
+        pieces = [piece.hidden_states.untyped_storage().nbytes() for piece in rows._pieces]
+        assert sum(pieces) <= hidden.cells.num_bytes * (end + 2 * min(end, 256))
+        start = end
+    assert torch.equal(rows.whole().hidden_states, values)

@@ -155,6 +155,7 @@ class LLM:
         add_special_tokens: bool = ...,
         top_logprobs: int = ...,
         logprob_temperature: float = ...,
+        sampling_params: SamplingParams | None = ...,
         use_tqdm: ProgressBar = ...,
     ) -> Iterator[HiddenStatesSample]: ...
 
@@ -173,6 +174,7 @@ class LLM:
         add_special_tokens: bool = ...,
         top_logprobs: int = ...,
         logprob_temperature: float = ...,
+        sampling_params: SamplingParams | None = ...,
         use_tqdm: ProgressBar = ...,
     ) -> Iterator[HiddenStatesSample | FailedSample]: ...
 
@@ -190,6 +192,7 @@ class LLM:
         add_special_tokens: bool = True,
         top_logprobs: int = 0,
         logprob_temperature: float = 1.0,
+        sampling_params: SamplingParams | None = None,
         use_tqdm: ProgressBar = False,
     ) -> Iterator[HiddenStatesSample | FailedSample]:
         """Yield the hidden states of prompts, one sample per prompt, as they are computed.
@@ -205,7 +208,8 @@ class LLM:
                 or of :class:`vllm.hidden_states.ExtractRequest` with their own layers and
                 positions; it is read as the engine needs prompts.
             layers: such as ``5``, ``[2, 12, -1]`` or ``"0:24:4,last"`` (``resolve_layer_ids``).
-            positions: ``"all"``, ``"last"``, ``"every:K"``, ``"mask"``, or positions.
+            positions: ``"all"``, ``"last"``, ``"every:K"``, ``"mask"``, ``"generated"``, or
+                positions.
             dtype: dtype of the rows: ``"auto"`` (the model's), ``"float32"``, ``"bfloat16"``,
                 ``"float16"``, or ``"fp8"`` with a scale for each row and layer.
             ordered: yield samples in the order of the prompts. False: yield them as they finish,
@@ -220,6 +224,8 @@ class LLM:
             top_logprobs: keep the ids and log-probabilities of so many most likely next tokens with
                 each row, and the log-probability of the token that follows; up to 1,024.
             logprob_temperature: divides the logits before their softmax.
+            sampling_params: generate after each prompt; the rows are those of prompt and output,
+                ``sample.output`` has the text. ``n`` continuations give ``n`` samples in a row.
             use_tqdm: as for :meth:`generate`.
 
         Raises:
@@ -230,7 +236,7 @@ class LLM:
         """
         settings = ExtractionSettings(
             *(layers, positions, dtype, ordered, on_error, max_in_flight, pooling),
-            *(add_special_tokens, top_logprobs, logprob_temperature),
+            *(add_special_tokens, top_logprobs, logprob_temperature, sampling_params),
         )
         engine = self.llm_engine
         feed = ExtractionFeed(

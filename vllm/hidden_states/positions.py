@@ -13,10 +13,15 @@ import torch
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-PositionKind = Literal["all", "last", "every", "mask"]
+PositionKind = Literal["all", "last", "every", "mask", "generated"]
 MAX_VALUES = 2**24
 """Most positions of one prompt, or values of its mask."""
-_PLAIN_KINDS: dict[str, PositionKind] = {"all": "all", "last": "last", "mask": "mask"}
+_PLAIN_KINDS: dict[str, PositionKind] = {
+    "all": "all",
+    "last": "last",
+    "mask": "mask",
+    "generated": "generated",
+}
 
 
 @dataclass(frozen=True)
@@ -32,8 +37,14 @@ class PositionSelection:
     def select(self, num_tokens: int, mask: Sequence[bool | int] | None = None) -> torch.Tensor:
         """Return the positions, int64 [rows], ascending.
 
-        Raises ValueError for ``mask`` without a mask, or with one that :func:`as_mask` refuses.
+        Raises ValueError for ``mask`` without a mask, or with one that :func:`as_mask` refuses,
+        and for ``generated``.
         """
+        if self.kind == "generated":
+            raise ValueError(
+                "positions=generated: nothing is generated; give sampling_params (vllm extract: "
+                "--generate), or use all, last, mask or every:K"
+            )
         if self.kind == "mask":
             if mask is None:
                 raise ValueError(
@@ -47,7 +58,7 @@ class PositionSelection:
 
 
 def parse_positions(text: str) -> PositionSelection:
-    """Parse ``all``, ``last``, ``mask``, or ``every:K``, which means positions 0, K, 2K, ...
+    """Parse ``all``, ``last``, ``mask``, ``generated``, or ``every:K``: positions 0, K, 2K, ...
 
     Raises ValueError for anything else.
     """
@@ -56,7 +67,9 @@ def parse_positions(text: str) -> PositionSelection:
         return PositionSelection("every", int(number))
     if not colon and kind in _PLAIN_KINDS:
         return PositionSelection(_PLAIN_KINDS[kind])
-    raise ValueError(f"positions={text!r}: use all, last, mask, or every:K with K of at least 1")
+    raise ValueError(
+        f"positions={text!r}: use all, last, mask, generated, or every:K with K of at least 1"
+    )
 
 
 def as_mask(mask: object, num_tokens: int) -> npt.NDArray[np.bool_]:
@@ -78,17 +91,29 @@ def as_mask(mask: object, num_tokens: int) -> npt.NDArray[np.bool_]:
     return values.astype(np.bool_)
 
 
-def resolve_positions(spec: object, num_tokens: int, mask: object = None) -> list[int] | None:
-    """Return positions in a prompt, in the order requested, with duplicates; None for all of them.
+def resolve_positions(
+    spec: object,
+    num_tokens: int,
+    mask: object = None,
+    num_prompt_tokens: int | None = None,
+    *,
+    whose: str = "the prompt has",
+) -> list[int] | None:
+    """Return positions in a text, in the order requested, with duplicates; None for all of them.
 
     spec: text for :func:`parse_positions`, one position, several (negative ones count from
         the end), or a slice. Only positions="mask" reads the mask. Raises ValueError if ``spec``
         is wrong, or a mask that is read.
+    num_prompt_tokens: tokens that were not generated. None: nothing was generated; otherwise
+        positions that do not exist are left out.
+    whose: for an error, the owner of the tokens.
     """
     if isinstance(spec, str):
         selection = parse_positions(spec)
         if selection.kind == "all":
             return None
+        if selection.kind == "generated" and num_prompt_tokens is not None:
+            return list(range(num_prompt_tokens, num_tokens))
         positions: list[int] = selection.select(num_tokens, mask).tolist()  # type: ignore[arg-type]
         return positions
     try:
@@ -100,12 +125,14 @@ def resolve_positions(spec: object, num_tokens: int, mask: object = None) -> lis
     array = flat_array(listed, "iu")
     if array is None:
         raise ValueError(
-            f"positions={reprlib.repr(spec)}: has to be all, last, mask, every:K, or a list of "
-            "whole numbers"
+            f"positions={reprlib.repr(spec)}: has to be all, last, mask, generated, every:K, or a "
+            "list of whole numbers"
         )
-    beyond = array[(array < -num_tokens) | (array >= num_tokens)]
-    if len(beyond):
-        raise ValueError(f"positions holds {beyond[0]}, but the prompt has {num_tokens} tokens")
+    is_beyond = (array < -num_tokens) | (array >= num_tokens)
+    if num_prompt_tokens is not None:
+        array = array[~is_beyond]
+    elif is_beyond.any():
+        raise ValueError(f"positions holds {array[is_beyond][0]}, but {whose} {num_tokens} tokens")
     return [int(position) % num_tokens for position in array]
 
 

@@ -21,6 +21,8 @@ from vllm.v1.rows.fields.hidden import HiddenStates
 
 if TYPE_CHECKING:
     from vllm.inputs import Conversation, PromptType
+    from vllm.outputs import CompletionOutput
+    from vllm.sampling_params import SamplingParams
 
 """The reduction of a prompt's rows to one: their mean, or the last of them."""
 
@@ -33,11 +35,12 @@ class ExtractRequest:
     layers: Layers | None = None
     """Layers in any form that ``resolve_layer_ids`` takes."""
     positions: str | Sequence[int] | None = None
-    """``all``, ``last``, ``every:K``, ``mask``, or a list of positions, whose order and duplicates
-    are kept."""
+    """``all``, ``last``, ``every:K``, ``mask``, ``generated``, or a list of positions, whose order
+    and duplicates are kept. They count over prompt and output; of a list, those that the finished
+    text does not have are left out."""
     mask: Sequence[bool | int] | torch.Tensor | None = None
-    """One value for each token: ``positions="mask"`` keeps the rows of those that are true. The
-    sample has it as ``loss_mask``, with any positions."""
+    """One value for each token of the prompt: ``positions="mask"`` keeps the rows of those that are
+    true, and of generated tokens. The sample has it as ``loss_mask``, with any positions."""
     dtype: str | torch.dtype | None = None
     """``auto`` (the model's), ``float32``, ``bfloat16``, ``float16`` or ``fp8``."""
     add_special_tokens: bool | None = None
@@ -46,6 +49,8 @@ class ExtractRequest:
     """Number of most likely next tokens to keep with each row, up to 1,024; 0: none."""
     logprob_temperature: float | None = None
     """Divides the logits before their softmax."""
+    sampling_params: SamplingParams | None = None
+    """Generate with these settings; the rows are those of prompt and output."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -69,6 +74,10 @@ class HiddenStatesSample:
     """Values that fields of a row state once for all tokens, by the names that files use."""
     columns: Mapping[str, Any] = field(default_factory=dict)
     """The columns of its record that were kept on request."""
+    num_generated_tokens: int = 0
+    """Tokens at the end that the model generated."""
+    output: CompletionOutput | None = None
+    """The generated text, its finish reason and its log-probabilities, from :meth:`extract`."""
 
     def __repr__(self) -> str:
         rows = f"rows {list(self.hidden_states.shape)} {dtype_name(self.hidden_states.dtype)}"
@@ -78,6 +87,11 @@ class HiddenStatesSample:
             f"HiddenStatesSample({self.index}: {len(self.token_ids)} tokens, {rows}, "
             f"layers {list(self.layer_ids)}{others}{kept})"
         )
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens before those that the model generated."""
+        return len(self.token_ids) - self.num_generated_tokens
 
     @property
     def hidden_states(self) -> torch.Tensor:
@@ -102,7 +116,7 @@ class HiddenStatesSample:
     @property
     def loss_mask(self) -> torch.Tensor | None:
         """bool [rows], the mask at the token of each row; None if it is not known, or rows are
-        pooled."""
+        pooled. It is true for generated tokens."""
         return self.tensors.get(LOSS_MASK)
 
     @property

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import enum
 from copy import deepcopy
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm.sampling_params import SamplingParams
-from vllm.v1.engine import EngineCoreRequest, FinishReason
+from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 
 
 class RequestStatus(enum.IntEnum):
@@ -34,6 +34,15 @@ FINISHED_STATUS = {
     FinishReason.ABORT: RequestStatus.FINISHED_ABORTED,
     FinishReason.ERROR: RequestStatus.FINISHED_ERROR,
 }
+
+
+class Ending(NamedTuple):
+    """The end of a request whose last rows are still to be computed."""
+
+    reason: FinishReason
+    stop_reason: int | str | None
+    output: EngineCoreOutput | None
+    """The output with the last tokens, if it was not handed out."""
 
 
 class Request:
@@ -88,6 +97,10 @@ class Request:
         self.num_layers_to_run: int | None = None
         """Decoder layers that this request needs; None: all, and logits."""
         self.extraction = message.extraction
+        self.generates_rows = self.extraction is not None and self.max_tokens != 0
+        """True if the caller gets rows of output tokens, too."""
+        self.ending: Ending | None = None
+        """Set once the request generates nothing more; it ends when it has its rows."""
         self.num_captured_tokens = 0
         """Tokens computed before a preemption: the caller has their rows already."""
 
@@ -116,6 +129,17 @@ class Request:
         if self.extraction is None:
             return None
         return self.extraction.next_position(self.num_captured_tokens)
+
+    def lacks_rows(self, *, all_again: bool) -> bool:
+        """Return whether rows of known tokens have yet to be computed, of a request that generates.
+
+        all_again: rows that were computed do not count. Valid once the request's steps have ended.
+        """
+        if not self.generates_rows or self.extraction is None:
+            return False
+        done = 0 if all_again else max(self.num_finished_tokens, self.num_captured_tokens)
+        position = self.extraction.next_position(done)
+        return position is not None and position < self.num_tokens
 
     def num_cells(self, num_tokens: int) -> int:
         """Count the hidden states, one per token and layer, that the caller gets of next tokens."""

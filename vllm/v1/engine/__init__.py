@@ -29,7 +29,7 @@ class FinishReason(enum.IntEnum):
         return self.name.lower()
 
 
-class ExtractionSpec(msgspec.Struct, frozen=True):
+class ExtractionSpec(msgspec.Struct, frozen=True, tag="prompt"):
     """Hidden states that a request hands to its caller instead of to a connector."""
 
     layer_ids: tuple[LayerId, ...]
@@ -54,25 +54,59 @@ class ExtractionSpec(msgspec.Struct, frozen=True):
             raise ValueError(f"positions of rows have to ascend in [0, {num_tokens})")
         return positions
 
+    def rank(self, position: int) -> int:
+        """Count the wanted positions below one."""
+        if self.positions is None:
+            return position
+        return bisect.bisect_left(self.positions, position)
+
+    def position_at(self, rank: int) -> int:
+        """The wanted position of this rank; ``sys.maxsize`` when there is none."""
+        if self.positions is None:
+            return rank
+        return self.positions[rank] if rank < len(self.positions) else sys.maxsize
+
     def num_rows(self, start: int, end: int) -> int:
         """Count the wanted positions in [start, end)."""
-        if self.positions is None:
-            return end - start
-        return bisect.bisect_left(self.positions, end) - bisect.bisect_left(self.positions, start)
+        return self.rank(end) - self.rank(start)
 
     def end_of_rows(self, start: int, num_rows: int) -> int:
         """The largest end of [start, end) with at most ``num_rows`` wanted positions."""
-        if self.positions is None:
-            return start + num_rows
-        index = bisect.bisect_left(self.positions, start) + num_rows
-        return self.positions[index] if index < len(self.positions) else sys.maxsize
+        return self.position_at(self.rank(start) + num_rows)
 
     def next_position(self, num_tokens: int) -> int | None:
         """The first wanted position from ``num_tokens`` on; None when there is none."""
-        if self.positions is None:
-            return num_tokens
-        index = bisect.bisect_left(self.positions, num_tokens)
-        return self.positions[index] if index < len(self.positions) else None
+        position = self.position_at(self.rank(num_tokens))
+        return None if position == sys.maxsize else position
+
+
+class GenerationSpec(ExtractionSpec, frozen=True, tag="text"):
+    """Rows of a request that generates, too: positions count over its prompt and its output.
+
+    positions: tokens of the prompt, or of prompt and output; None: all tokens.
+    """
+
+    num_prompt_tokens: int = 0
+    output_every: int = 0
+    """Output tokens at multiples of this position are wanted, too; 0: only ``positions``."""
+
+    def checked_positions(self, num_tokens: int) -> Sequence[int]:
+        return super().checked_positions(num_tokens if self.output_every else sys.maxsize)
+
+    @property
+    def _first_multiple(self) -> int:
+        return -(-self.num_prompt_tokens // self.output_every)
+
+    def rank(self, position: int) -> int:
+        rank = super().rank(position)
+        if self.output_every and self.positions is not None:
+            rank += max(0, -(-position // self.output_every) - self._first_multiple)
+        return rank
+
+    def position_at(self, rank: int) -> int:
+        if not self.output_every or self.positions is None or rank < len(self.positions):
+            return super().position_at(rank)
+        return (self._first_multiple + rank - len(self.positions)) * self.output_every
 
 
 class EngineCoreRequest(msgspec.Struct, kw_only=True):
@@ -89,7 +123,7 @@ class EngineCoreRequest(msgspec.Struct, kw_only=True):
     prompt_embeds: bytes | None = None
     """[tokens, hidden] in the model's dtype, if the prompt came as embeddings. Its ids are
     ``NO_TOKEN`` then, and the salt identifies its content."""
-    extraction: ExtractionSpec | None = None
+    extraction: ExtractionSpec | GenerationSpec | None = None
 
 
 class EngineCoreOutput(msgspec.Struct, kw_only=True):

@@ -295,11 +295,12 @@ class AsyncLLM(EngineFrontEnd):
         add_special_tokens: bool = True,
         top_logprobs: int = 0,
         logprob_temperature: float = 1.0,
+        sampling_params: SamplingParams | None = None,
     ) -> AsyncGenerator[HiddenStatesSample | FailedSample, None]:
         """Do what :meth:`vllm.LLM.extract` does, asynchronously; ``prompts`` may be async, too."""
         settings = ExtractionSettings(
             *(layers, positions, dtype, ordered, on_error, max_in_flight, pooling),
-            *(add_special_tokens, top_logprobs, logprob_temperature),
+            *(add_special_tokens, top_logprobs, logprob_temperature, sampling_params),
         )
         await self.start()
         is_async = isinstance(prompts, AsyncIterable)

@@ -212,9 +212,10 @@ class EngineCore:
                     "extract() hands rows to its caller, but this engine gives them to a KV "
                     "connector (speculative_config): make an engine without it, or use generate()"
                 )
-            request.num_layers_to_run = self._depth_of(message.extraction.layer_ids)
+            depth = self._depth_of(message.extraction.layer_ids)
             if message.extraction.top_logprobs:
-                request.num_layers_to_run = self._depth_with_norm
+                depth = self._depth_with_norm
+            request.num_layers_to_run = None if request.generates_rows else depth
         elif not needs_logits:
             request.num_layers_to_run = self._deepest_layer
         if request.num_layers_to_run is not None:

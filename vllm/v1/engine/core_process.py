@@ -75,7 +75,7 @@ class CoreProcess:
         self._encoder = ReportEncoder()
         self._has_warned = False
         self._texts: dict[str, Detokenizer] = {}
-        """Texts of requests that a stop string may end and whose output a connector may take."""
+        """Texts of requests that a stop string may end and whose output or rows are taken."""
         self._rest_after_seconds: float | None = REST_AFTER_SECONDS
         """Idle time after which memory is given back; None: it was given back already."""
 
@@ -101,12 +101,13 @@ class CoreProcess:
         self.core.add_request(request)
         params = request.sampling_params
         is_taken = bool((params.extra_args or {}).get("kv_transfer_params"))
-        if is_taken and params.stop_strings and self.core.scheduler.connector is not None:
+        is_taken = is_taken and self.core.scheduler.connector is not None
+        if params.stop_strings and (is_taken or request.extraction is not None):
             text = Detokenizer.for_request(self._tokenizer, params, request.prompt_token_ids)
             self._texts[request.request_id] = text
 
     def _end_at_stop_strings(self, outputs: Iterable[EngineCoreOutput]) -> None:
-        """End requests at their stop strings, so that a connector gets no more than the reply has:
+        """End requests at their stop strings, so that nobody gets rows of more than the reply has:
         the front end finds a stop string only when the next tokens have been computed."""
         for output in outputs if self._texts else ():
             text = self._texts.get(output.request_id)

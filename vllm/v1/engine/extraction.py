@@ -27,15 +27,17 @@ from vllm.hidden_states.sample import (
     HiddenStatesError,
     HiddenStatesSample,
     check_pooling,
+    in_dtype,
     mean_of_rows,
 )
 from vllm.inputs import Conversation, PromptType, is_conversation, is_token_sequence
-from vllm.outputs import RequestOutput
-from vllm.sampling_params import RequestOutputKind
+from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.transformers_utils.chat_template import render_chat
 from vllm.utils.boundaries import LayerId
 from vllm.utils.text import brief
-from vllm.v1.engine import ExtractionSpec
+from vllm.v1.engine import ExtractionSpec, GenerationSpec
+from vllm.v1.engine.generated_rows import RowsOfText
 from vllm.v1.engine.input_processor import InputProcessor, ProcessedInput
 from vllm.v1.outputs import ExtractedRows
 from vllm.v1.rows.fields.hidden import STORAGE_DTYPES
@@ -64,6 +66,7 @@ class ExtractionSettings:
     add_special_tokens: bool = True
     top_logprobs: int = 0
     logprob_temperature: float = 1.0
+    sampling_params: SamplingParams | None = None
 
     def __post_init__(self) -> None:
         if self.on_error not in ("raise", "yield"):
@@ -89,6 +92,8 @@ class _Pending:
     """bool, the mask at the token of each of the spec's rows; None: not known."""
     pooled_as: torch.dtype | None = None
     """Dtype of the mean of its rows, if that is wanted."""
+    text: RowsOfText | None = None
+    """Set if it generates; the order and the mask are known only at its end then."""
 
 
 class Prepared(NamedTuple):
@@ -154,8 +159,10 @@ class ExtractionFeed:
         self._num_returned = 0
         self._num_tokens = 0  # of prompts under way
         self._pending: dict[str, _Pending] = {}
-        self._ready: deque[Item] = deque()
-        self._early: dict[int, Item] = {}  # ready before their turn
+        self._num_ready = 0  # prompts whose items were put into _ready
+        self._ready: deque[tuple[Item, bool]] = deque()
+        """Items to hand out, each with whether it is the last of its prompt."""
+        self._early: dict[int, list[Item]] = {}  # of prompts before their turn
         self.is_exhausted = False
         """True once all prompts were read."""
 
@@ -202,7 +209,7 @@ class ExtractionFeed:
             self._pending[processed.external_id] = item
             self._num_tokens += len(item.token_ids)
         else:
-            self._deliver(item)
+            self._deliver(item.index, [item])
         return processed
 
     def _prepare(self, index: int, request_id: str, prompt: Any) -> Prepared:
@@ -212,17 +219,22 @@ class ExtractionFeed:
         if layers is None:
             raise ValueError("no layers are named: give layers=, such as [2, 12, -1]")
         dtype = settings.dtype if options.dtype is None else options.dtype
-        adds = options.add_special_tokens
+        adds, params = options.add_special_tokens, options.sampling_params
+        params = settings.sampling_params if params is None else params
         processed = self._processor.process_extraction(
             request_id,
-            self._prompt(options.prompt),
+            self._prompt(options.prompt, is_question=params is not None),
             settings.add_special_tokens if adds is None else adds,
+            params,
         )
         token_ids = processed.request.prompt_token_ids
         positions = settings.positions if options.positions is None else options.positions
         mask = None
         if options.mask is not None:
             mask = torch.from_numpy(as_mask(options.mask, len(token_ids)))
+        if params is not None:
+            wanted = RowsOfText(positions, mask, settings.pooling)
+            return self._prepare_text(index, processed, wanted, options, layers, dtype)
         chosen = resolve_positions(positions, len(token_ids), mask)
         name, pooled_as = storage_dtype(dtype), None
         if settings.pooling == "last":
@@ -258,6 +270,37 @@ class ExtractionFeed:
         request.sampling_params.output_kind = RequestOutputKind.FINAL_ONLY
         return Prepared(pending, processed._replace(request=request))
 
+    def _prepare_text(
+        self,
+        index: int,
+        processed: ProcessedInput,
+        wanted: RowsOfText,
+        options: ExtractRequest,
+        layers: Layers,
+        dtype: str | torch.dtype | None,
+    ) -> Prepared:
+        """Prepare a request that generates."""
+        token_ids = processed.request.prompt_token_ids
+        max_tokens = processed.request.sampling_params.max_tokens
+        assert max_tokens is not None
+        rows, every = wanted.to_compute(len(token_ids), max_tokens)
+        name, pooled_as = storage_dtype(dtype), None
+        if wanted.pooling == "mean":
+            pooled_as = self._model_config.dtype if name is None else STORAGE_DTYPES[name]
+            name = "float32"
+        spec = GenerationSpec(
+            self._layer_ids(layers),
+            rows,
+            name,
+            *self._logprobs(options),
+            num_prompt_tokens=len(token_ids),
+            output_every=every,
+        )
+        request = msgspec.structs.replace(processed.request, extraction=spec)
+        request.sampling_params.output_kind = RequestOutputKind.FINAL_ONLY
+        pending = _Pending(index, token_ids, spec, pooled_as=pooled_as, text=wanted)
+        return Prepared(pending, processed._replace(request=request))
+
     def _logprobs(self, options: ExtractRequest) -> tuple[int, float]:
         """Return the number of log-probabilities of a request, and their temperature."""
         settings = self._settings
@@ -277,7 +320,7 @@ class ExtractionFeed:
             )
         return int(count), float(temperature)
 
-    def _prompt(self, prompt: PromptType | Conversation) -> PromptType:
+    def _prompt(self, prompt: PromptType | Conversation, *, is_question: bool) -> PromptType:
         """Return the prompt, or for a conversation its rendered text as token ids."""
         if not is_conversation(prompt):
             return cast("PromptType", prompt)
@@ -286,7 +329,7 @@ class ExtractionFeed:
             self._processor.need_tokenizer("messages go through a chat template"),
             record["messages"],
             chat_template=self._chat_template,
-            add_generation_prompt=False,
+            add_generation_prompt=is_question,
             tools=record.get("tools"),
         )
         rendered["cache_salt"] = record.get("cache_salt")
@@ -298,24 +341,27 @@ class ExtractionFeed:
     def take(self, output: RequestOutput) -> None:
         """Take in the output of a request of this call that has ended."""
         pending = self._end(output.request_id)
-        if output.extracted is not None:
+        items = [self._item(output.request_id, pending, one) for one in output.outputs]
+        self._deliver(pending.index, items)
+
+    def _item(self, request_id: str, pending: _Pending, completion: CompletionOutput) -> Item:
+        if completion.extracted is not None:
             try:
-                self._deliver(self._sample(output.request_id, pending, output))
-                return
+                return self._sample(request_id, pending, completion)
             except HiddenStatesError as error:
                 failure = error.failure
         else:
-            completion = output.outputs[0]
             kind = FailureKind.ABORTED if completion.failure is None else completion.failure.kind
             failure = Failure(kind, f"{completion.finish_reason}: {completion.stop_reason}")
-        self._deliver(FailedSample(pending.index, output.request_id, failure))
+        return FailedSample(pending.index, request_id, failure)
 
     def refuse(self, request_id: str, error: ValueError) -> None:
         """Take in that the engine refused a request of this call: ValueError or failed sample."""
         if self._settings.on_error == "raise":
             raise ValueError(f"prompt {self._pending[request_id].index}: {error}")
         failure = Failure(FailureKind.BAD_REQUEST, str(error))
-        self._deliver(FailedSample(self._end(request_id).index, request_id, failure))
+        index = self._end(request_id).index
+        self._deliver(index, [FailedSample(index, request_id, failure)])
 
     @property
     def pending_ids(self) -> list[str]:
@@ -331,8 +377,8 @@ class ExtractionFeed:
         """Return the next sample, if it is ready. HiddenStatesError: its request failed."""
         if not self._ready:
             return None
-        item = self._ready.popleft()
-        self._num_returned += 1
+        item, is_last = self._ready.popleft()
+        self._num_returned += is_last
         if isinstance(item, FailedSample) and self._settings.on_error == "raise":
             raise HiddenStatesError(item.index, item.failure)
         return item
@@ -342,29 +388,33 @@ class ExtractionFeed:
         self._num_tokens -= len(pending.token_ids)
         return pending
 
-    def _deliver(self, item: Item) -> None:
-        if not self._settings.is_ordered:
-            self._ready.append(item)
-            return
-        self._early[item.index] = item
-        turn = self._num_returned + len(self._ready)
-        while (next_item := self._early.pop(turn, None)) is not None:
-            self._ready.append(next_item)
-            turn += 1
+    def _deliver(self, index: int, items: list[Item]) -> None:
+        """Hand out the items of a prompt, when it is their turn."""
+        self._early[index] = items
+        turn = self._num_ready if self._settings.is_ordered else index
+        while (turn_items := self._early.pop(turn, None)) is not None:
+            self._ready.extend((item, item is turn_items[-1]) for item in turn_items)
+            self._num_ready = turn = self._num_ready + 1
 
     def _sample(
-        self, request_id: str, pending: _Pending, output: RequestOutput | None
+        self, request_id: str, pending: _Pending, completion: CompletionOutput | None
     ) -> HiddenStatesSample:
-        """Make the sample of a request; ``output`` None: no row was asked for."""
+        """Make the sample of a request; ``completion`` None: no row was asked for."""
         token_ids, spec = pending.token_ids, pending.spec
+        if pending.text is not None:
+            assert isinstance(spec, GenerationSpec) and completion is not None
+            sample = pending.text.make_sample(
+                pending.index, request_id, token_ids, spec, completion
+            )
+            return _pooled(sample, pending.pooled_as)
         positions = torch.arange(len(token_ids))
         if spec.positions is not None:
             positions = torch.tensor(spec.positions, dtype=torch.int64)
-        if output is None:
+        if completion is None:
             extracted = self._no_rows(spec)
         else:
-            assert output.extracted is not None
-            extracted = output.extracted
+            assert completion.extracted is not None
+            extracted = completion.extracted
         sample = HiddenStatesSample(
             index=pending.index,
             request_id=request_id,
@@ -378,7 +428,7 @@ class ExtractionFeed:
             sample = sample.with_tensors(loss_mask=pending.loss_mask)
         if pending.order is not None:
             sample = sample.take_rows(pending.order)
-        return sample if pending.pooled_as is None else mean_of_rows(sample, pending.pooled_as)
+        return _pooled(sample, pending.pooled_as)
 
     def _no_rows(self, spec: ExtractionSpec) -> ExtractedRows:
         from vllm.v1.rows.fields.hidden import HiddenStates
@@ -392,6 +442,13 @@ class ExtractionFeed:
             sizes = (spec.top_logprobs, spec.logprob_temperature, model.get_vocab_size())
             forms = forms | dict(TopLogprobs(*sizes).forms)
         return ExtractedRows(empty_rows(forms, 0))
+
+
+def _pooled(sample: HiddenStatesSample, dtype: torch.dtype | None) -> HiddenStatesSample:
+    """Return the mean of a sample's rows in ``dtype``; None: the sample itself."""
+    if dtype is None:
+        return sample
+    return mean_of_rows(sample, dtype) if len(sample.positions) else in_dtype(sample, dtype)
 
 
 def _as_prompts(prompts: Any) -> Iterator[Any]:

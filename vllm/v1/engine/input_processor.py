@@ -97,10 +97,20 @@ class InputProcessor:
         return self._process(external_id, prompt, params, arrival_time, int(priority))
 
     def process_extraction(
-        self, external_id: str, prompt: PromptType, add_special_tokens: bool
+        self,
+        external_id: str,
+        prompt: PromptType,
+        add_special_tokens: bool,
+        params: SamplingParams | None = None,
     ) -> ProcessedInput:
-        """Make a request that computes its prompt and no token; its rows are still to be named."""
-        params = SamplingParams(max_tokens=0, temperature=0.0)
+        """Make a request whose rows are still to be named; without settings it generates no token.
+
+        ``params`` is not changed.
+        """
+        if params is None:
+            params = SamplingParams(max_tokens=0, temperature=0.0)
+        else:
+            params = _checked_for_rows(params)
         return self._process(external_id, prompt, params, add_special_tokens=add_special_tokens)
 
     def _process(
@@ -280,6 +290,27 @@ class InputProcessor:
                 f"allowed_token_ids={brief(params.allowed_token_ids)}: all of them are excluded by "
                 "bad_words, or are stop tokens while min_tokens is above 0"
             )
+
+
+def _checked_for_rows(params: object) -> SamplingParams:
+    """Return an independent copy of settings for ``extract()``. ValueError: they do not fit."""
+    if not isinstance(params, SamplingParams):
+        raise ValueError(
+            f"sampling_params of type {type(params).__name__}: has to be SamplingParams"
+        )
+    params = params.checked_copy()
+    if params.max_tokens == 0:
+        raise VLLMValidationError(
+            "max_tokens=0: generates nothing; leave sampling_params out for rows of prompts alone",
+            parameter="max_tokens",
+        )
+    if params.prompt_logprobs is not None:
+        raise VLLMValidationError(
+            f"prompt_logprobs={params.prompt_logprobs}: extract() does not return them; use "
+            "top_logprobs",
+            parameter="prompt_logprobs",
+        )
+    return params
 
 
 def _refuse_settings_about_tokens(params: SamplingParams) -> None:

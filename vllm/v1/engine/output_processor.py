@@ -107,6 +107,7 @@ class _Completion:
             stop_reason=self.stop_reason,
             failure=None if self.last is None else self.last.failure,
             kv_transfer_params=None if self.last is None else self.last.kv_transfer_params,
+            extracted=None if self.last is None else self.last.extracted,
         )
 
 
@@ -233,7 +234,6 @@ class OutputProcessor:
             metrics=user_request.metrics,
             num_cached_tokens=user_request.num_cached_tokens,
             kv_transfer_params=user_request.kv_transfer_params,
-            extracted=None if completion.last is None else completion.last.extracted,
         )
 
 

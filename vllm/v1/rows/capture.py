@@ -79,18 +79,24 @@ class RowCapture:
             for column in columns:
                 store(stream, residual, own, column, cells)
 
-    def take_logits(self, hidden: torch.Tensor, compute_logits: ComputeLogits) -> None:
+    def take_logits(
+        self,
+        hidden: torch.Tensor,
+        compute_logits: ComputeLogits,
+        sampled: Callable[[], torch.Tensor] | None = None,
+    ) -> None:
         """Store what is kept of the logits of the tokens whose rows are wanted, a block of rows
         after another. hidden: [tokens, hidden], what the model returned."""
         for field, cells, slots, next_token_ids in self._takers.get(LOGITS, ()):
             assert isinstance(field, TopLogprobs) and next_token_ids is not None
+            if sampled is not None:
+                next_token_ids = torch.where(next_token_ids < 0, sampled(), next_token_ids)
             tokens = (slots >= 0).nonzero().flatten()
             at_once = field.rows_at_once(hidden.element_size())
             for start in range(0, len(tokens), at_once):
                 part = tokens[start : start + at_once]
                 values, _ = field.encode(compute_logits(hidden[part]), next_token_ids[part])
                 capture_rows.body(values, None, slots[part], 0, cells)
-            self._num_put[LOGITS, 0] = len(slots)
 
     def take_aux_hidden_states(self, aux_hidden_states: Sequence[torch.Tensor]) -> None:
         """Store what a ``SupportsEagle3`` model collected, one tensor per layer id, ascending.
@@ -107,9 +113,10 @@ class RowCapture:
             self.put(HIDDEN_STATES, layer_id, hidden, None)
 
     def end_step(self) -> None:
-        """RuntimeError unless every value was put: a row that was not written is never served."""
+        """RuntimeError unless every value was put: a row that was not written is never served.
+        Logits are taken later, when tokens were sampled."""
         for source, takers in self._takers.items():
-            for field, _, slots, _ in takers:
+            for field, _, slots, _ in takers if source != LOGITS else ():
                 counts = {index: self._num_put[source, index] for index in field.indexes}
                 missing = [index for index, count in counts.items() if count != len(slots)]
                 if missing:

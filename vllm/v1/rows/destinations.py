@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol, runtime_checkable
+import bisect
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -13,6 +14,8 @@ from vllm.v1.outputs import ExtractedRows
 from vllm.v1.rows.fields.hidden import HiddenStates
 from vllm.v1.rows.fields.layout import ALL_FIELDS, RowLayout
 from vllm.v1.rows.leaving import BadRowsError, Ints, empty_rows
+
+_LARGEST_PIECE_ROWS = 256
 
 
 class RowDestination(Protocol):
@@ -62,10 +65,12 @@ def append_rows(destination: RowDestination, rows: ExtractedRows, layout: RowLay
 class CallerTensors:
     """The rows of one request as separate tensors, filled step by step.
 
-    num_tokens: tokens of the prompt; positions: tokens whose rows are wanted, ascending.
+    positions: tokens whose rows are wanted, ascending.
     """
 
     keeps = ALL_FIELDS
+    grows: ClassVar[bool] = False
+    """True if the rows are complete only when the request has ended."""
 
     def __init__(
         self, hidden: HiddenStates, layout: RowLayout, positions: Sequence[int] | Ints
@@ -74,23 +79,33 @@ class CallerTensors:
         self.layout = layout
         self.positions = np.array(positions, dtype=np.int64)
         """int64 [rows], ascending."""
-        with torch.inference_mode(False):  # the caller may want gradients
-            forms = hidden.forms | layout.forms
-            self._rows = ExtractedRows(empty_rows(forms, len(self.positions)), layout.constants)
+        self._rows = self._make_room(len(self.positions))
         self.num_sent = 0
         """Rows that have arrived or are on their way."""
         self._num_arrived = 0
 
+    def _make_room(self, num_rows: int) -> ExtractedRows:
+        with torch.inference_mode(False):  # the caller may want gradients
+            forms = self.hidden.forms | self.layout.forms
+            return ExtractedRows(empty_rows(forms, num_rows), self.layout.constants)
+
+    def positions_before(self, end: int) -> Ints:
+        """Return :attr:`positions`, all of those below ``end`` included."""
+        return self.positions
+
+    def _place(self, first: int, count: int) -> ExtractedRows:
+        """The places of rows ``first .. first + count - 1``."""
+        return self._rows.part(slice(first, first + count))
+
     def room(self, first: int, count: int) -> dict[str, torch.Tensor]:
         """The places of the hidden states of rows ``first .. first + count - 1``. Values that are
         there already when the rows are appended are not copied."""
-        tensors = self._rows.part(slice(first, first + count)).tensors
+        tensors = self._place(first, count).tensors
         return {name: tensors[name] for name in self.hidden.forms}
 
     def append(self, rows: ExtractedRows) -> None:
-        start = self._num_arrived
-        self._num_arrived = start + len(rows)
-        targets = self._rows.part(slice(start, self._num_arrived)).tensors
+        targets = self._place(self._num_arrived, len(rows)).tensors
+        self._num_arrived += len(rows)
         for name, tensor in rows.tensors.items():
             if tensor.data_ptr() != targets[name].data_ptr():
                 targets[name].copy_(tensor)
@@ -115,3 +130,59 @@ class CallerTensors:
             )
             raise BadRowsError(Failure(FailureKind.STEP_FAILED, message))
         return self._rows
+
+
+class GrowingTensors(CallerTensors):
+    """The rows of a request that generates: their number is known only when it has ended.
+
+    find_positions: maps (rank, end) to the wanted positions below ``end`` from that rank on.
+    """
+
+    grows = True
+
+    def __init__(
+        self, hidden: HiddenStates, layout: RowLayout, find_positions: Callable[[int, int], Ints]
+    ) -> None:
+        super().__init__(hidden, layout, ())
+        self._find_positions = find_positions
+        self._pieces: list[ExtractedRows] = []
+        self._starts: list[int] = []
+        """Rows before each piece."""
+
+    def positions_before(self, end: int) -> Ints:
+        new = self._find_positions(len(self.positions), end)
+        if len(new):
+            self.positions = np.concatenate((self.positions, new))
+        return self.positions
+
+    def _place(self, first: int, count: int) -> ExtractedRows:
+        """Rows of one step lie in one piece; a piece that is full is followed by a larger one."""
+        index = bisect.bisect_right(self._starts, first) - 1
+        if index < 0 or first + count > self._starts[index] + len(self._pieces[index]):
+            if index >= 0:
+                self._pieces[index] = self._pieces[index].part(slice(first - self._starts[index]))
+            self._pieces.append(self._make_room(max(count, min(first, _LARGEST_PIECE_ROWS))))
+            self._starts.append(first)
+            index += 1
+        start = first - self._starts[index]
+        return self._pieces[index].part(slice(start, start + count))
+
+    def fresh(self) -> CallerTensors:
+        return GrowingTensors(self.hidden, self.layout, self._find_positions)
+
+    def whole(self) -> ExtractedRows:
+        """Return the rows that have arrived. BadRowsError: there is no memory for them."""
+        if not self._pieces:
+            return self._rows
+        pieces, self._pieces = self._pieces, []
+        pieces[-1] = pieces[-1].part(slice(self._num_arrived - self._starts[-1]))
+        try:
+            with torch.inference_mode(False):
+                tensors = {
+                    name: torch.cat([piece.tensors[name] for piece in pieces])
+                    for name in pieces[0].tensors
+                }
+        except (RuntimeError, MemoryError) as error:
+            failure = Failure(FailureKind.OUT_OF_MEMORY, f"{self._num_arrived} rows: {error}")
+            raise BadRowsError(failure) from error
+        return ExtractedRows(tensors, self.layout.constants)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -67,7 +67,7 @@ from vllm.v1.worker.recorded_steps import (
     record_cuda_graph,
 )
 from vllm.v1.worker.row_extractor import RowExtractor
-from vllm.v1.worker.step_sampler import StepSampler
+from vllm.v1.worker.step_sampler import SampledTokens, StepSampler
 from vllm.v1.worker.worker_connector import WorkerConnector
 
 logger = init_logger(__name__)
@@ -238,6 +238,7 @@ class GPUModelRunner:
     @torch.inference_mode()
     def execute_model(self, scheduled: SchedulerOutput) -> PendingOutput:
         """Start a step. With no tokens, only the connector and the requests' states are updated."""
+        self.extractor.drop_step()
         # First: it carries changes of earlier requests, which a step that fails must not lose.
         try:
             if self.connector is not None:
@@ -246,7 +247,7 @@ class GPUModelRunner:
             self._update_states(scheduled)
         self._copy_blocks(scheduled.block_copies)
         output = ModelRunnerOutput()
-        sampled, rows = None, None
+        sampled: SampledTokens | None = None
         states: list[RequestState] = []
         context = ForwardContext(attn_metadata={}, no_compile_layers=self._layers_in_pass)
         if scheduled.total_num_scheduled_tokens:
@@ -256,14 +257,16 @@ class GPUModelRunner:
             connector: AbstractContextManager[None] = nullcontext()
             if self.connector is not None:
                 connector = self.connector.calls_of_pass(context, states, is_recorded=is_recorded)
-            with connector:
-                with allow_interrupts():
-                    hidden = forward()
-                rows = self.extractor.end_step()
+            with connector, allow_interrupts():
+                hidden = forward()
             if context.num_layers_to_run is None:
                 sampled = self.sampler.sample(batch, hidden)
+            if context.row_sink is not None and not is_recorded:
+                after = None if sampled is None else partial(sampled.after, batch)
+                context.row_sink.take_logits(hidden, self.model.compute_logits, after)
         elif self.connector is not None:  # loads in the background begin
             self.connector.load(context)
+        rows = self.extractor.end_step()
         if self.connector is not None:
             output.kv_connector_output = self.connector.end_step(scheduled, states)
         parts = [part.read for part in (sampled, rows) if part is not None]
@@ -271,7 +274,9 @@ class GPUModelRunner:
 
     def _update_states(self, scheduled: SchedulerOutput) -> None:
         for req_id in scheduled.finished_req_ids:
-            self.requests.pop(req_id, None)
+            state = self.requests.pop(req_id, None)
+            if state is not None and state.rows is not None:
+                self.extractor.end_request(req_id, state.rows)
         for req_id, num_tokens in scheduled.restarted_req_tokens.items():
             self._drop_tokens(req_id, num_tokens)
         model_config = self.vllm_config.model_config
@@ -489,9 +494,6 @@ class GPUModelRunner:
         if sink is not None:
             if NORM in sink.layer_ids:
                 sink.put(HIDDEN_STATES, NORM, self._head_input(hidden), None)
-            sink.take_logits(
-                hidden.to(self.vllm_config.model_config.dtype), self.model.compute_logits
-            )
             sink.end_step()
         # A third-party module may compute in another dtype.
         result: torch.Tensor = hidden.to(self.vllm_config.model_config.dtype)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -11,10 +12,10 @@ import torch
 
 from vllm.ops.row_transport import RowTransport
 from vllm.utils.transfers import to_device
-from vllm.v1.engine import ExtractionSpec
+from vllm.v1.engine import ExtractionSpec, GenerationSpec
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.rows.capture import CaptureTarget
-from vllm.v1.rows.destinations import CallerTensors
+from vllm.v1.rows.destinations import CallerTensors, GrowingTensors
 from vllm.v1.rows.fields.hidden import STORAGE_DTYPES, HiddenStates
 from vllm.v1.rows.fields.layout import Field, RowLayout
 from vllm.v1.rows.fields.logprobs import LOGITS, TopLogprobs
@@ -98,6 +99,8 @@ class RowExtractor:
         """Fields that requests get besides hidden states; known once the model is loaded."""
         self._groups: list[_Group] = []
         self._ending: list[tuple[str, CallerTensors]] = []
+        self._ended: dict[str, CallerTensors] = {}
+        """Rows of requests that generated and have ended, until a step hands them over."""
         self._store = None if device.type == "cpu" else ThreadPoolExecutor(1, "rows-to-callers")
         """Puts rows that have left a device in their places, which may take as long as a step."""
 
@@ -106,12 +109,23 @@ class RowExtractor:
         name = spec.storage_dtype
         stored = self._dtype if name is None else STORAGE_DTYPES[name]
         hidden = HiddenStates(spec.layer_ids, self._hidden_size, self._dtype, stored)
-        positions = spec.checked_positions(num_tokens)
         fields = self.fields
         if spec.top_logprobs:
             sizes = (spec.top_logprobs, spec.logprob_temperature, self._vocab_size)
             fields = (*fields, TopLogprobs(*sizes))
-        return CallerTensors(hidden, RowLayout(hidden.cells, fields), positions)
+        layout = RowLayout(hidden.cells, fields)
+        if isinstance(spec, GenerationSpec):
+            return GrowingTensors(hidden, layout, partial(_find_positions, spec))
+        return CallerTensors(hidden, layout, spec.checked_positions(num_tokens))
+
+    def end_request(self, req_id: str, rows: CallerTensors) -> None:
+        """Take in that a request has ended: a step hands its rows over if it generated."""
+        if rows.grows:
+            self._ended[req_id] = rows
+
+    def drop_step(self) -> None:
+        """Forget a step that did not come to its end."""
+        self._groups, self._ending = [], []
 
     def begin_step(self, batch: StepBatch) -> list[CaptureTarget]:
         """Return the targets of the rows that requests of the batch want."""
@@ -119,7 +133,7 @@ class RowExtractor:
         self._ending = [
             (state.req_id, state.rows)
             for state, end in zip(batch.states, ends, strict=True)
-            if state.rows is not None and end == state.num_prompt_tokens
+            if state.rows is not None and not state.rows.grows and end == state.num_prompt_tokens
         ]
         groups: dict[tuple[HiddenStates, RowLayout], _Group] = {}
         for index, state in enumerate(batch.states):
@@ -127,14 +141,15 @@ class RowExtractor:
             if rows is None:
                 continue
             computed = batch.num_computed[index]
-            first, last = np.searchsorted(rows.positions, (computed, ends[index])).tolist()
+            positions = rows.positions_before(int(ends[index]))
+            first, last = np.searchsorted(positions, (computed, ends[index])).tolist()
             first = max(first, rows.num_sent)  # earlier rows were sent before a preemption
             if first >= last:
                 continue
             rows.num_sent = last
             form = (rows.hidden, rows.layout)
             group = groups.setdefault(form, _Group(*form, batch.num_tokens))
-            tokens = rows.positions[first:last] - computed + batch.query_start[index]
+            tokens = positions[first:last] - computed + batch.query_start[index]
             group.add(state, rows, first, tokens)
         self._groups = list(groups.values())
         return [group.stage(self._device) for group in self._groups]
@@ -149,7 +164,9 @@ class RowExtractor:
             # together, so that the work queued there does not depend on the number of requests.
             together = [[part] for part in group.parts] if self._store is None else [group.parts]
             leaving += [self._send(group, parts) for parts in together]
-        return RowsOfStep(leaving, ending) if leaving or ending else None
+        if not (leaving or ending or self._ended):
+            return None
+        return RowsOfStep(leaving, ending, self._ended)
 
     def _send(self, group: _Group, parts: list[_Part]) -> _SentRows:
         """Send parts that follow each other in the staging tensor."""
@@ -162,6 +179,12 @@ class RowExtractor:
         """End the thread, once all rows that were sent have arrived."""
         if self._store is not None:
             self._store.shutdown()
+
+
+def _find_positions(spec: GenerationSpec, first: int, end: int) -> Ints:
+    """Return the wanted positions below ``end``, int64, from the one of rank ``first`` on."""
+    ranks = range(first, spec.rank(end))
+    return np.array([spec.position_at(rank) for rank in ranks], dtype=np.int64)
 
 
 class _SentRows(NamedTuple):
@@ -179,6 +202,8 @@ class RowsOfStep(NamedTuple):
     leaving: list[_SentRows]
     ending: list[tuple[str, CallerTensors]]
     """Requests that have all their rows now, and the rows."""
+    ended: dict[str, CallerTensors]
+    """Requests that have ended, and their rows, which are removed when they are handed over."""
 
     def read(self, output: ModelRunnerOutput) -> None:
         """Wait for the rows; put the rows of requests that have all of theirs into ``output``."""
@@ -192,7 +217,8 @@ class RowsOfStep(NamedTuple):
                     part.rows.append(sent.rows.take(place, part.room, positions))
                 except BadRowsError as error:
                     output.failures[part.req_id] = error.failure
-        for req_id, rows in self.ending:
+        ended = [(req_id, self.ended.pop(req_id)) for req_id in list(self.ended)]
+        for req_id, rows in (*self.ending, *ended):
             if req_id in output.failures:
                 continue
             try:

@@ -53,6 +53,17 @@ class SampledTokens:
             )
             token_ids[to_device(places, token_ids.device)] = self._sampled.token_ids[rows]
 
+    def after(self, batch: StepBatch) -> torch.Tensor:
+        """Return the token sampled after each of the batch's tokens, int64 [tokens], -1: none."""
+        after = torch.full((batch.num_tokens,), -1)
+        if self._sampled is None:
+            return after
+        ends = zip(batch.states, batch.query_start[1:] - 1, strict=True)
+        places = np.array([end for state, end in ends if state.req_id in self._row_of])
+        after = after.to(self._sampled.token_ids.device)
+        after[to_device(places, after.device)] = self._sampled.token_ids
+        return after
+
     def read(self, output: ModelRunnerOutput) -> None:
         """Wait for the tokens, and put them in their places on the host."""
         for req_id, pending in self._prompt_logprobs:
@@ -69,7 +80,7 @@ class SampledTokens:
             if place < state.tokens.length:  # otherwise the request restarts without it
                 state.tokens.values[place] = token_id
             output.sampled_token_ids[state.req_id] = [token_id]
-            if not is_finite[row] and self._fails_for_logits and state.rows is None:
+            if not is_finite[row] and self._fails_for_logits:
                 output.failures[state.req_id] = Failure(
                     FailureKind.LOGITS_NOT_FINITE, f"logits of token {place - 1} are not finite"
                 )
@@ -80,8 +91,8 @@ class SampledTokens:
 class StepSampler:
     """Chooses the next tokens of a step's requests, without waiting for the device.
 
-    ``compute_logits``: [rows, hidden] -> [rows, vocabulary]. fails_for_logits: a request without
-    rows fails for logits that are not finite. False: all requests have rows elsewhere, whose
+    ``compute_logits``: [rows, hidden] -> [rows, vocabulary]. fails_for_logits: a request fails
+    for logits that are not finite. False: all requests have rows elsewhere, whose
     failure says more.
     """
 

@@ -37,7 +37,8 @@ class ChunkRules:
 
     def check_rows_fit(self, request: Request, spec: ExtractionSpec) -> None:
         """Check that the smallest chunk's rows fit a step: the request would else wait forever."""
-        num_rows = min(spec.num_rows(0, request.num_prompt_tokens), self.alignment)
+        most_tokens = request.num_prompt_tokens + (request.max_tokens or 0)
+        num_rows = min(spec.num_rows(0, most_tokens), self.alignment)
         most_layers = self.max_step_cells // max(1, num_rows)
         if len(spec.layer_ids) > most_layers:
             raise ValueError(
@@ -77,7 +78,7 @@ class ChunkRules:
         either. A stop that could not be foreseen costs one token, computed for nothing.
         """
         in_flight = request.num_tokens_in_flight
-        if not in_flight or self.host_sees_tokens:
+        if not in_flight or self.host_sees_tokens or request.ending is not None:
             return False
         if request.sampling_params.looks_back:
             return False
@@ -90,6 +91,8 @@ class ChunkRules:
         """Return whether the state after the request's last planned token is not needed."""
         if self.blocks_are_read_at_end:
             return False
+        if request.generates_rows:  # the row of its last token takes another step
+            return request.ending is not None
         num_output_tokens = request.num_output_tokens + request.num_tokens_in_flight
         return request.max_tokens is not None and num_output_tokens >= request.max_tokens
 

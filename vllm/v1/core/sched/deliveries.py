@@ -82,7 +82,7 @@ class Deliveries:
         self._held_outputs[request.request_id] = output
         if waits_for_file:
             self._awaited_since[request.request_id] = time.monotonic()
-        if request.extraction is not None and output.finish_reason is FinishReason.LENGTH:
+        if request.extraction is not None and output.finish_reason in _GOOD_ENDS:
             self._awaits_rows.add(request.request_id)
         self._release_if_ready(request.request_id)
 

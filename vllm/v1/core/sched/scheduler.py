@@ -31,7 +31,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.engine.core_messages import EngineStats
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
-from vllm.v1.request import FINISHED_STATUS, Request, RequestStatus
+from vllm.v1.request import FINISHED_STATUS, Ending, Request, RequestStatus
 
 if TYPE_CHECKING:
     from vllm.config import SchedulerConfig
@@ -147,11 +147,27 @@ class Scheduler:
             if request.is_finished():
                 if reason is FinishReason.ABORT:
                     self._deliveries.drop(request)
-            elif reason is FinishReason.STOP and self._must_be_computed_first(request):
-                request.pending_stop = stop_reason
+            elif reason is FinishReason.STOP:
+                self._stop(request, stop_reason)
             else:
                 self._remove_from_queues(request)
                 self._end(request, reason, stop_reason, failure=failure)
+
+    def _stop(self, request: Request, stop_reason: int | str | None) -> None:
+        """End a request at a stop string, as soon as what is read of it was computed."""
+        if request.ending is not None:
+            return
+        if self._must_be_computed_first(request):
+            request.pending_stop = stop_reason
+        else:
+            self._end_with_rows(request, Ending(FinishReason.STOP, stop_reason, None))
+
+    def _end_with_rows(self, request: Request, ending: Ending) -> None:
+        """End a request, after another step if the row of its last token is still to come."""
+        request.ending = ending
+        if not request.lacks_rows(all_again=self.rules.has_outgrown(request)):
+            self._remove_from_queues(request)
+            self._end(request, *ending)
 
     def _must_be_computed_first(self, request: Request) -> bool:
         """Return whether the connector reads, at the end, what a preemption took away."""
@@ -302,6 +318,9 @@ class Scheduler:
             request = self.waiting.peek()
             if self.rules.has_outgrown(request):
                 request.become_long()
+                if request.num_captured_tokens:  # rows of the other rotation
+                    self._restarted[request.request_id] = request.num_tokens
+                    request.num_captured_tokens = 0
             if self._refused == (request.request_id, manager.pool.num_releases):
                 break  # nothing was freed since then: it would not find more
             start = self._find_start(request)
@@ -516,6 +535,10 @@ class Scheduler:
     def _take_tokens(self, request: Request, output: ModelRunnerOutput) -> None:
         request_id = request.request_id
         token_ids = output.sampled_token_ids.get(request_id, [])
+        if request.ending is not None:  # the tokens are too many
+            request.num_tokens_in_flight -= len(token_ids)
+            self._end_with_rows(request, request.ending)
+            return
         prompt_logprobs = output.prompt_logprobs.get(request_id)
         is_prompt_done = request.num_finished_tokens >= request.num_prompt_tokens
         ends_without_tokens = request.max_tokens == 0 and is_prompt_done
@@ -536,8 +559,7 @@ class Scheduler:
         if reason is None:
             self._deliveries.outputs.append(new_output)
             return
-        self._remove_from_queues(request)
-        self._end(request, reason, stop_reason, new_output)
+        self._end_with_rows(request, Ending(reason, stop_reason, new_output))
 
     def _fail_deliveries(self, failures: Mapping[str, Failure]) -> None:
         """Fail the requests, running or ended, whose data cannot be delivered."""

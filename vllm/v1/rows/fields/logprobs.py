@@ -18,6 +18,8 @@ from vllm.v1.rows.fields.layout import Cells, Field, TensorForm
 
 MOST = 1024
 """The largest ``top_logprobs``."""
+OF_NEXT_TOKEN = frozenset({"token_logprobs"})
+"""Tensors about the token that follows, NaN where none does."""
 LOGITS = "logits"
 """The source: logits of the next token, which exist for a few rows at a time only."""
 _BLOCK_BYTES = 60 << 20
