@@ -31,12 +31,17 @@ class RowSink(Protocol):
         """Return whether anything is kept of the values put under this name."""
         return source == HIDDEN_STATES and bool(self.layer_ids)
 
+    def indexes_of(self, source: str) -> frozenset[LayerId]:
+        """Return the indexes of this source whose values are kept."""
+        return self.layer_ids if source == HIDDEN_STATES else frozenset()
+
     def put(self, source: str, index: LayerId, *values: Any) -> None:
         """Store values of the next tokens of the step, [tokens, ...] each; they are copied at once.
 
         "hidden_states": ``(hidden, residual)``, both [tokens, hidden], whose sum is the stream at
-        the boundary ``index``; residual None: hidden alone. Other sources: see their captures
-        (``model_executor/captures.py``); ``index`` counts the modules of a capture.
+        the boundary ``index``; residual None: hidden alone. "hooks": the values at the hook point
+        with the first name ``index`` (``model_executor/hook_points.py``). Other sources: see their
+        captures (``model_executor/captures.py``); ``index`` counts the modules of a capture.
         """
         ...
 

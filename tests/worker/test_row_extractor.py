@@ -12,6 +12,7 @@ import torch
 from tests.engine.fake_card import CARD, FakeCard, Waited, fake_card, wrap
 from tests.grids import at_night
 from vllm.forward_context import HIDDEN_STATES
+from vllm.model_executor.hook_points import HookPoint
 from vllm.ops import row_transport
 from vllm.ops.row_transport import DeviceRows, RowReport, make_row_transport
 from vllm.sampling_params import SamplingParams
@@ -47,13 +48,17 @@ def test_a_look_at_rows_makes_no_copy_of_them(dtype: torch.dtype, card: FakeCard
     assert DeviceRows().inspect(on_card).result() == RowReport(17, 1, 299, 2)
 
 
+def no_hook(name: str) -> HookPoint:
+    raise AssertionError(f"{name} was not requested")
+
+
 def extract(
     device: torch.device, streams: list[torch.Tensor], storage_dtype: str | None
 ) -> tuple[RowExtractor, RequestState]:
     """A step in which a request wants all its rows, up to the end of the forward pass."""
     num_tokens, hidden_size = streams[0].shape
     dtype = streams[0].dtype
-    extractor = RowExtractor(make_row_transport(device), hidden_size, dtype, device, 0)
+    extractor = RowExtractor(make_row_transport(device), hidden_size, dtype, device, 0, no_hook)
     spec = ExtractionSpec(tuple(range(len(streams))), storage_dtype=storage_dtype)
     rows = extractor.make_rows(spec, num_tokens)
     for there in rows.room(0, num_tokens).values():
@@ -185,7 +190,7 @@ def extract_of_many(
 ) -> tuple[RowExtractor, list[RequestState]]:
     """A step of 240 tokens, up to the end of the forward pass."""
     count, hidden_size = 240 // num_requests, 72
-    extractor = RowExtractor(make_row_transport(CARD), hidden_size, torch.float32, CARD, 0)
+    extractor = RowExtractor(make_row_transport(CARD), hidden_size, torch.float32, CARD, 0, no_hook)
     spec = ExtractionSpec((0, 1), storage_dtype=storage_dtype)
     params = SamplingParams(max_tokens=0)
     states = [

@@ -156,6 +156,7 @@ class LLM:
         top_logprobs: int = ...,
         logprob_temperature: float = ...,
         sampling_params: SamplingParams | None = ...,
+        hooks: Sequence[str] | str | None = ...,
         use_tqdm: ProgressBar = ...,
     ) -> Iterator[HiddenStatesSample]: ...
 
@@ -175,6 +176,7 @@ class LLM:
         top_logprobs: int = ...,
         logprob_temperature: float = ...,
         sampling_params: SamplingParams | None = ...,
+        hooks: Sequence[str] | str | None = ...,
         use_tqdm: ProgressBar = ...,
     ) -> Iterator[HiddenStatesSample | FailedSample]: ...
 
@@ -193,6 +195,7 @@ class LLM:
         top_logprobs: int = 0,
         logprob_temperature: float = 1.0,
         sampling_params: SamplingParams | None = None,
+        hooks: Sequence[str] | str | None = None,
         use_tqdm: ProgressBar = False,
     ) -> Iterator[HiddenStatesSample | FailedSample]:
         """Yield the hidden states of prompts, one sample per prompt, as they are computed.
@@ -226,6 +229,10 @@ class LLM:
             logprob_temperature: divides the logits before their softmax.
             sampling_params: generate after each prompt; the rows are those of prompt and output,
                 ``sample.output`` has the text. ``n`` continuations give ``n`` samples in a row.
+            hooks: places inside layers whose values to keep with each row, such as
+                ``"blocks.3.hook_attn_out"`` or ``"model.layers.3.mlp"``; ``vllm models MODEL
+                --hooks`` lists them. ``sample.activations`` has them by name. With hooks, layers
+                may be left out.
             use_tqdm: as for :meth:`generate`.
 
         Raises:
@@ -236,7 +243,7 @@ class LLM:
         """
         settings = ExtractionSettings(
             *(layers, positions, dtype, ordered, on_error, max_in_flight, pooling),
-            *(add_special_tokens, top_logprobs, logprob_temperature, sampling_params),
+            *(add_special_tokens, top_logprobs, logprob_temperature, sampling_params, hooks),
         )
         engine = self.llm_engine
         feed = ExtractionFeed(

@@ -15,6 +15,7 @@ from vllm.hidden_states.names import Pooling
 from vllm.hidden_states.tensor_file import dtype_name
 from vllm.utils.boundaries import LayerId
 from vllm.v1.rows.fields import LOSS_MASK
+from vllm.v1.rows.fields.activations import is_hook_name
 from vllm.v1.rows.fields.checks import find_bad_row
 from vllm.v1.rows.fields.fp8 import FP8, dequantize_rows, quantization_errors, quantize_rows
 from vllm.v1.rows.fields.hidden import HiddenStates
@@ -51,6 +52,8 @@ class ExtractRequest:
     """Divides the logits before their softmax."""
     sampling_params: SamplingParams | None = None
     """Generate with these settings; the rows are those of prompt and output."""
+    hooks: Sequence[str] | str | None = None
+    """Names of hook points inside layers whose values to keep with each row."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -118,6 +121,11 @@ class HiddenStatesSample:
         """bool [rows], the mask at the token of each row; None if it is not known, or rows are
         pooled. It is true for generated tokens."""
         return self.tensors.get(LOSS_MASK)
+
+    @property
+    def activations(self) -> dict[str, torch.Tensor]:
+        """[rows, width] of each hook point, by the name that was requested."""
+        return {name: tensor for name, tensor in self.tensors.items() if is_hook_name(name)}
 
     @property
     def expert_ids(self) -> torch.Tensor | None:
@@ -219,12 +227,16 @@ def check_pooling(value: object) -> None:
 
 
 def mean_of_rows(sample: HiddenStatesSample, dtype: torch.dtype) -> HiddenStatesSample:
-    """Return the sample with the mean of its float32 rows in ``dtype``, at their last position.
+    """Return the sample with the mean of its float32 rows and activations in ``dtype``, at their
+    last position. Activations are not fp8: their dtype is bfloat16 then.
 
     Raises HiddenStatesError if the mean in that dtype is not finite, or is all zero.
     """
     mean = sample.hidden_states.mean(dim=0, keepdim=True)
-    pooled = in_dtype(sample.take_rows(slice(-1, None)).with_tensors(hidden_states=mean), dtype)
+    inner = torch.bfloat16 if dtype == FP8 else dtype
+    means = {k: v.mean(dim=0, keepdim=True).to(inner) for k, v in sample.activations.items()}
+    last = sample.take_rows(slice(-1, None)).with_tensors(hidden_states=mean, **means)
+    pooled = in_dtype(last, dtype)
     failure = find_bad_row(pooled.rows(), pooled.layer_ids, pooled.positions.tolist())
     if failure is not None:
         message = f"mean in {dtype_name(dtype)}: {failure}"

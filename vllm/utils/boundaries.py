@@ -20,5 +20,5 @@ def in_order(layer_ids: Iterable[LayerId]) -> list[LayerId]:
 
 def num_layers_to_run(layer_ids: Iterable[LayerId], num_hidden_layers: int) -> int:
     """Return how far a pass has to run: a number of decoder layers, one more for the norm."""
-    deepest = in_order(layer_ids)[-1]
+    deepest = in_order((0, *layer_ids))[-1]
     return num_hidden_layers + 1 if isinstance(deepest, str) else deepest

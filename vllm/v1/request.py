@@ -147,7 +147,7 @@ class Request:
             return 0
         start = self.num_computed_tokens
         num_rows = self.extraction.num_rows(start, start + num_tokens)
-        return num_rows * len(self.extraction.layer_ids)
+        return num_rows * self.extraction.cells_per_row
 
     def is_finished(self) -> bool:
         return RequestStatus.is_finished(self.status)

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 _WIDTH = 100
 _MOST_USED = {
     "--json": "print JSON",
+    "--hooks": "list the places inside layers whose values can be extracted",
     "--markdown": "print the table of docs/supported_models.md",
     "--max-model-len N": "longest request, for the sizes in the report",
     "--trust-remote-code": "run Python code that comes with the checkpoint",
@@ -39,6 +40,11 @@ def build_models_parser() -> FlexibleArgumentParser:
     form.add_argument(
         "--markdown", action="store_true", help="Print the table of docs/supported_models.md."
     )
+    output.add_argument(
+        "--hooks",
+        action="store_true",
+        help="List the hook points of MODEL: names, forms, and paths of modules.",
+    )
     EngineArgs.add_cli_args(parser)
     return parser
 
@@ -53,6 +59,8 @@ def models(argv: Sequence[str]) -> int:
     except ValueError as error:
         parser.error(str(error))
     if args.model is None:
+        if args.hooks:
+            parser.error("--hooks lists the hook points of a checkpoint: name one")
         _list_families(args)
         return 0
     if args.markdown:
@@ -94,10 +102,16 @@ def _list_families(args: argparse.Namespace) -> None:
 def _report(args: argparse.Namespace) -> int:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_report.checkpoint_report import report_checkpoint
+    from vllm.model_report.hooks import hooks_as_json, hooks_as_text, list_hooks
 
     _be_quiet()
     try:
-        report = report_checkpoint(EngineArgs.from_cli_args(args).create_engine_config())
+        config = EngineArgs.from_cli_args(args).create_engine_config()
+        if args.hooks:
+            points = list_hooks(config)
+            print(hooks_as_json(points) if args.json else hooks_as_text(points))
+            return 0
+        report = report_checkpoint(config)
     except ValueError as error:
         if args.json:
             print(json.dumps({"model": args.model, "refused": str(error)}, indent=2))

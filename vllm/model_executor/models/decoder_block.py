@@ -7,7 +7,7 @@ lists them in ``DecoderForCausalLM.checkpoint_names``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -15,10 +15,18 @@ import torch
 from torch import nn
 
 from vllm.config.model_facts import config_value
+from vllm.model_executor.hook_points import BlockHook
 from vllm.model_executor.layers.activation import get_act_and_mul_fn, get_act_fn
 from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.fused_moe import Router
 from vllm.model_executor.layers.layer import Layer
-from vllm.model_executor.layers.linear import column_linear, merged_linear, qkv_linear, row_linear
+from vllm.model_executor.layers.linear import (
+    RowParallelLinear,
+    column_linear,
+    merged_linear,
+    qkv_linear,
+    row_linear,
+)
 from vllm.model_executor.layers.rotary_embedding import (
     RotaryEmbedding,
     get_rope,
@@ -280,6 +288,7 @@ class DecoderBlock(Layer):
     ) -> None:
         super().__init__()
         self.layout = layout
+        self.stream_size = hidden_size
         self.self_attn, self.mlp = attention, mlp
         self.recurrent_names = tuple(recurrent or ())
         for name, layer in (recurrent or {}).items():
@@ -296,6 +305,44 @@ class DecoderBlock(Layer):
         self.post_attention_layernorm = norm_if(layout.norms_before and has_mlp_norm)
         self.attention_output_norm = norm_if(layout.norms_after and self.has_mixer)
         self.mlp_output_norm = norm_if(layout.norms_after and mlp is not None)
+
+    def hook_points(self) -> Iterator[BlockHook]:
+        """Yield the places in this block whose values requests can ask for."""
+        size, attention, mlp = self.stream_size, self.self_attn, self.mlp
+        if attention is not None:
+            norm = None if self.recurrent_names else self.attention_output_norm
+            yield from self._branch_hooks("attn", attention, norm)
+            if isinstance(output := attention._modules.get("o_proj"), RowParallelLinear):
+                yield BlockHook(("attn.hook_z",), output, output.input_size, "input")
+        for name in self.recurrent_names:
+            mixer = self.get_submodule(name)
+            yield BlockHook((f"{name}.hook_out",), mixer, size, path_of=mixer)
+        if mlp is None:
+            return
+        yield from self._branch_hooks("mlp", mlp, self.mlp_output_norm)
+        for router in (one for one in mlp.modules() if isinstance(one, Router)):
+            gate, names = router.gate, ("mlp.hook_router_logits", "mlp.gate")
+            yield BlockHook(names, gate, gate.output_size, path_of=gate, dtype=torch.float32)
+        if self.has_mixer and self.layout.parallel == "no":
+            yield self.middle_of_stream()
+
+    def _branch_hooks(
+        self, name: str, branch: nn.Module, norm: nn.Module | None
+    ) -> Iterator[BlockHook]:
+        """Yield the output of a branch, and of the norm after it if there is one."""
+        own, normed = f"{name}.hook_out", f"hook_{name}_out"
+        names = (own,) if norm is not None else (own, normed)
+        yield BlockHook(names, branch, self.stream_size, path_of=branch)
+        if norm is not None:
+            yield BlockHook((normed,), norm, self.stream_size, path_of=norm)
+
+    def middle_of_stream(self) -> BlockHook:
+        """Return the point of the stream between the mixers and the MLP."""
+        assert self.mlp is not None
+        names, norm = ("hook_resid_mid", "ln2.hook_in"), self.post_attention_layernorm
+        if norm is not None:
+            return BlockHook(names, norm, self.stream_size, "sum")
+        return BlockHook(names, self.mlp, self.stream_size, "input")
 
     def mix(self, positions: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """Run the mixers, and sum their outputs: [tokens, hidden] -> [tokens, hidden]."""

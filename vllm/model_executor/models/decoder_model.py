@@ -173,6 +173,8 @@ class DecoderForCausalLM(Layer):
     floats_are_transposed: ClassVar[bool] = False
     """True if float weights of linear layers are stored [inputs, outputs]; convert_weight
     transposes them."""
+    hooks_without_path: ClassVar[frozenset[str]] = frozenset()
+    """Hook points whose module does not return the same in transformers, by their first names."""
     skipped_weights: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
@@ -315,6 +317,10 @@ class DecoderForCausalLM(Layer):
         many.
         """
         return name
+
+    def published_path(self, path: str) -> str:
+        """Return a module's path as the family's own checkpoints spell it."""
+        return CheckpointNames({}, self.names_in_checkpoint(), self.checkpoint_prefixes).spell(path)
 
     def weights_to_skip(self) -> tuple[str, ...]:
         """Return the prefixes of names in the checkpoint that the model does not use."""

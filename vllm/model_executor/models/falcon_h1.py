@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
 
+from vllm.model_executor.hook_points import BlockHook
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.mamba.mamba2 import Gating, Mamba2Mixer, Mamba2Sizes
-from vllm.model_executor.models.decoder_block import AttentionOptions, GatedMLP, SelfAttention
+from vllm.model_executor.models.decoder_block import (
+    AttentionOptions,
+    DecoderBlock,
+    GatedMLP,
+    SelfAttention,
+)
 from vllm.model_executor.models.decoder_model import HybridForCausalLM
 from vllm.model_executor.models.utils import require_option
 
@@ -97,8 +103,23 @@ class FalconH1MLP(GatedMLP):
         return _times(self.down_proj(self.act_fn(gate_up)), self.output_multiplier)
 
 
+class FalconH1Block(DecoderBlock):
+    """A block whose mixers multiply what they return."""
+
+    def hook_points(self) -> Iterator[BlockHook]:
+        """Yield the points of a block, the mixers' outputs before their multipliers."""
+        for hook in super().hook_points():
+            if isinstance(hook.path_of, FalconH1Attention):
+                hook = hook._replace(module=hook.path_of.o_proj)
+            elif isinstance(hook.path_of, FalconH1Mixer):
+                hook = hook._replace(module=hook.path_of.out_proj)
+            yield hook
+
+
 class FalconH1ForCausalLM(HybridForCausalLM):
     """Falcon-H1 0.5B to 34B: attention and Mamba-2 side by side in every layer."""
+
+    block_class = FalconH1Block
 
     checkpoint_names: ClassVar[Mapping[str, str]] = {
         "model.norm": "model.final_layernorm",

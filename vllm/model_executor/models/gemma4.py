@@ -7,7 +7,7 @@ its output, the whole stream, by its own factor.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from vllm.forward_context import get_forward_context
+from vllm.model_executor.hook_points import BlockHook
 from vllm.model_executor.layers.activation import get_act_and_mul_fn, get_act_fn
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.fused_moe import Experts, FusedMoE, RoutingRule
@@ -173,6 +174,17 @@ class Gemma4Block(DecoderBlock):
                 size, hidden, f"{prefix}.per_layer_projection"
             )
             self.post_per_layer_input_norm = self.layout.norm(hidden)
+
+    def hook_points(self) -> Iterator[BlockHook]:
+        """Yield the points of a block; an MLP beside experts is one of its parts only."""
+        for hook in super().hook_points():
+            if hook.module is not self.mlp or not isinstance(self.mlp, Gemma4MLPWithExperts):
+                yield hook
+            elif hook.path_of is not None:
+                dense = self.mlp.dense
+                yield BlockHook(("mlp.hook_out",), dense, self.stream_size, path_of=dense)
+            else:
+                yield hook
 
     def feed_forward(self, x: torch.Tensor, stream: torch.Tensor) -> torch.Tensor:
         assert self.mlp is not None

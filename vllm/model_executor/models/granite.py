@@ -61,5 +61,8 @@ class GraniteMoeForCausalLM(GraniteForCausalLM):
 class GraniteMoeSharedForCausalLM(GraniteMoeForCausalLM):
     """Granite 3, with a mixture of experts in every layer and an MLP for all tokens."""
 
+    # In transformers these are two modules.
+    hooks_without_path: ClassVar[frozenset[str]] = frozenset({"mlp.hook_out"})
+
     def shared_width(self, config: Any) -> int:
         return int(config.shared_intermediate_size or 0)

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 class Llama4ForCausalLM(DecoderForCausalLM):
     """Llama 4, a text-only checkpoint: experts, attention inside chunks."""
 
+    # In transformers the router returns the experts' scores.
+    hooks_without_path: ClassVar[frozenset[str]] = frozenset({"mlp.hook_router_logits"})
     checkpoint_names: ClassVar[Mapping[str, str]] = {
         "mlp": "feed_forward",
         "mlp.router.gate": "feed_forward.router",

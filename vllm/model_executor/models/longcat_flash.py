@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
 
 from vllm.config.model_facts import LATENT_SIZE_NAMES, check_whole
+from vllm.model_executor.hook_points import BlockHook
 from vllm.model_executor.layers.fused_moe import RoutingRule
 from vllm.model_executor.layers.layer import Layer
 from vllm.model_executor.layers.layernorm import RMSNorm
@@ -61,9 +62,18 @@ class LongcatFlashDecoderLayer(Layer):
             f"{prefix}.mlp",
             num_identity_experts=config.zero_expert_num or 0,
         )
+        self.hidden_size = config.hidden_size
         norm = (config.hidden_size, config.rms_norm_eps)
         self.input_layernorm = nn.ModuleList(RMSNorm(*norm) for _ in halves)
         self.post_attention_layernorm = nn.ModuleList(RMSNorm(*norm) for _ in halves)
+
+    def hook_points(self) -> Iterator[BlockHook]:
+        """Yield the outputs of both attentions and MLPs, and of the experts."""
+        parts: dict[str, nn.Module] = {"mlp": self.mlp}
+        for half in range(2):
+            parts |= {f"attn.{half}": self.self_attn[half], f"mlps.{half}": self.mlps[half]}
+        for name, part in parts.items():
+            yield BlockHook((f"{name}.hook_out",), part, self.hidden_size, path_of=part)
 
     def forward(
         self, positions: torch.Tensor, hidden_states: torch.Tensor, residual: torch.Tensor | None

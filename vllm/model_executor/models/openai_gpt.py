@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from vllm.model_executor.hook_points import BlockHook
 from vllm.model_executor.layers.layernorm import LayerNorm
 from vllm.model_executor.models.decoder_block import (
     AttentionOptions,
@@ -24,6 +25,10 @@ _ACTIVATIONS = {"gelu": "gelu_new", "swish": "silu"}
 
 class NormedStreamBlock(DecoderBlock):
     """A block that adds each branch to the stream and norms the sum, also its output."""
+
+    def middle_of_stream(self) -> BlockHook:
+        assert self.input_layernorm is not None
+        return BlockHook(("hook_resid_mid",), self.input_layernorm, self.stream_size)
 
     def forward(
         self, positions: torch.Tensor, hidden_states: torch.Tensor, residual: torch.Tensor | None

@@ -133,6 +133,7 @@ class Boundaries:
         num_streams: int = 1,
         skipped: Collection[int] = (),
     ) -> None:
+        self.layers = layers
         self.num_layers = len(layers)
         self.running = [index for index in range(len(layers)) if index not in skipped]
         """Indices of the layers that run."""
@@ -169,6 +170,11 @@ class Boundaries:
             wanted = [index for index in self.running if index < last]
             if is_over and begun != wanted:
                 raise RuntimeError(f"decoder layers ran in the order {begun}, wanted {wanted}")
+
+    @property
+    def sink(self) -> RowSink | None:
+        """The sink of the pass that is watched."""
+        return self._sink
 
     @property
     def current_layer(self) -> int | None:

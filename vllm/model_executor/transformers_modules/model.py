@@ -15,6 +15,7 @@ from vllm.config import set_current_vllm_config
 from vllm.config.model_facts import config_value
 from vllm.forward_context import RowSink
 from vllm.logger import init_logger
+from vllm.model_executor.hook_points import HookPoints, with_stream
 from vllm.model_executor.transformers_modules.boundaries import (
     Boundaries,
     NotServableError,
@@ -24,6 +25,7 @@ from vllm.model_executor.transformers_modules.boundaries import (
     reads_more_than_text,
 )
 from vllm.model_executor.transformers_modules.experts import replace_experts
+from vllm.model_executor.transformers_modules.hooks import find_module_points
 from vllm.model_executor.transformers_modules.loading import load_causal_lm, wanted_by
 from vllm.model_executor.transformers_modules.mlps import replace_mlps
 from vllm.model_executor.transformers_modules.one_by_one import OneByOne
@@ -228,6 +230,17 @@ class TransformersForCausalLM(nn.Module):
             return None
         return "no norm follows its last layer, so 'last' is what comes before the head"
 
+    def find_hook_points(self, dtype: torch.dtype) -> HookPoints:
+        """Find the modules of decoder layers that return one tensor of a row per token."""
+        names = {module: name for name, module in self.causal_lm.named_modules()}
+        found = find_module_points(self.boundaries.layers, names, self._run_few_tokens)
+        points = with_stream(found, self.vllm_config.model_config)
+        return HookPoints(points, lambda: self.boundaries.sink)
+
+    @torch.inference_mode()
+    def _run_few_tokens(self, num_tokens: int) -> None:
+        self.reference(list(range(num_tokens)), _Nothing())
+
     @contextmanager
     def _decoder_returns(self, hidden_states: torch.Tensor) -> Iterator[None]:
         """Let the module around the decoder run as if the decoder had computed these."""
@@ -262,6 +275,15 @@ class TransformersForCausalLM(nn.Module):
 
 class _HeadReachedError(Exception):
     """Ends a pass at the LM head."""
+
+
+class _Nothing(RowSink):
+    """Keeps nothing."""
+
+    layer_ids = frozenset()
+
+    def put(self, source: str, index: LayerId, *values: Any) -> None:
+        raise AssertionError("nothing was requested")
 
 
 class _LastStream(RowSink):

@@ -101,14 +101,13 @@ class _JoinedRows(RowSink):
     def __init__(self, sink: RowSink | None) -> None:
         self._sink = sink
         self.layer_ids = frozenset[LayerId]() if sink is None else sink.layer_ids
-        self._rows: dict[LayerId, list[torch.Tensor]] = defaultdict(list)
+        self._rows: dict[tuple[str, LayerId], list[torch.Tensor]] = defaultdict(list)
 
     def put(self, source: str, index: LayerId, *values: Any) -> None:
-        hidden, residual = values
-        assert source == HIDDEN_STATES and residual is None
-        self._rows[index].append(hidden.clone())
+        self._rows[source, index].append(values[0].clone())
 
     def hand_over(self) -> None:
-        for layer_id, rows in self._rows.items():
+        for (source, index), rows in self._rows.items():
             assert self._sink is not None
-            self._sink.put(HIDDEN_STATES, layer_id, torch.cat(rows), None)
+            residual = (None,) if source == HIDDEN_STATES else ()
+            self._sink.put(source, index, torch.cat(rows), *residual)

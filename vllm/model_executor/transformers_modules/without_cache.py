@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from vllm.forward_context import HIDDEN_STATES, RowSink
+from vllm.forward_context import RowSink
 from vllm.model_executor.transformers_modules.boundaries import (
     Boundaries,
     NotServableError,
@@ -105,6 +105,5 @@ class _LaterRows(RowSink):
         self.layer_ids = sink.layer_ids
 
     def put(self, source: str, index: LayerId, *values: Any) -> None:
-        hidden, residual = values
-        assert source == HIDDEN_STATES and residual is None
-        self._sink.put(source, index, hidden[self._first :], None)
+        hidden, *rest = values
+        self._sink.put(source, index, hidden[self._first :], *rest)

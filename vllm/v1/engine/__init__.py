@@ -43,6 +43,15 @@ class ExtractionSpec(msgspec.Struct, frozen=True, tag="prompt"):
     logprob_temperature: float = 1.0
     token_after: int | None = None
     """The token after the request's prompt, if the caller's prompt has more tokens."""
+    hooks: tuple[str, ...] = ()
+    """Names of hook points whose values are kept with each row."""
+    hook_cells: int = 0
+    """Memory of these values in a row, in hidden states of one layer; the core sets it."""
+
+    @property
+    def cells_per_row(self) -> int:
+        """Memory of a row while its step runs, in hidden states of one layer."""
+        return max(1, len(self.layer_ids) + self.hook_cells)
 
     def checked_positions(self, num_tokens: int) -> Sequence[int]:
         """Return the positions in a prompt. ValueError: they do not ascend, or exceed it."""

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import NamedTuple
 
+import msgspec
 import torch
 
 from vllm.config import KVTransferConfig, VllmConfig
@@ -22,6 +23,7 @@ from vllm.exceptions import Failure, FailureError, FailureKind, kind_of
 from vllm.logger import init_logger
 from vllm.plugins import load_general_plugins
 from vllm.utils.boundaries import NORM, LayerId, num_layers_to_run
+from vllm.utils.math_utils import cdiv
 from vllm.v1.cache_kinds.base import KVCacheConfig
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import (
@@ -34,7 +36,7 @@ from vllm.v1.core.kv_cache_utils import (
 from vllm.v1.core.prefix_hash import HASH_TOKENS
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest, FinishReason
+from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest, ExtractionSpec, FinishReason
 from vllm.v1.engine.core_messages import EngineStats
 from vllm.v1.executor import create_executor
 from vllm.v1.outputs import ModelRunnerOutput, PendingOutput
@@ -212,15 +214,27 @@ class EngineCore:
                     "extract() hands rows to its caller, but this engine gives them to a KV "
                     "connector (speculative_config): make an engine without it, or use generate()"
                 )
-            depth = self._depth_of(message.extraction.layer_ids)
-            if message.extraction.top_logprobs:
-                depth = self._depth_with_norm
+            request.extraction, depth = self._measure(message.extraction)
             request.num_layers_to_run = None if request.generates_rows else depth
         elif not needs_logits:
             request.num_layers_to_run = self._deepest_layer
         if request.num_layers_to_run is not None:
             request.num_layers_to_run = max(request.num_layers_to_run, self._least_layers_to_run)
         self.scheduler.add_request(request)
+
+    def _measure(self, spec: ExtractionSpec) -> tuple[ExtractionSpec, int]:
+        """Return the spec with the size of its rows, and how many layers run for it.
+
+        ValueError: the model cannot hand out what it asks for.
+        """
+        points = self.executor.find_hooks(spec.hooks)
+        model_config = self.vllm_config.model_config
+        cell_bytes = model_config.get_row_size() * model_config.dtype.itemsize
+        hook_bytes = sum(point.form.width * point.form.dtype.itemsize for point in points)
+        if points:
+            spec = msgspec.structs.replace(spec, hook_cells=cdiv(hook_bytes, cell_bytes))
+        depth = max([self._depth_of(spec.layer_ids), *(point.depth for point in points)])
+        return spec, self._depth_with_norm if spec.top_logprobs else depth
 
     @property
     def _least_layers_to_run(self) -> int:

@@ -40,6 +40,7 @@ from vllm.v1.engine import ExtractionSpec, GenerationSpec
 from vllm.v1.engine.generated_rows import RowsOfText
 from vllm.v1.engine.input_processor import InputProcessor, ProcessedInput
 from vllm.v1.outputs import ExtractedRows
+from vllm.v1.rows.fields.activations import is_hook_name
 from vllm.v1.rows.fields.hidden import STORAGE_DTYPES
 from vllm.v1.rows.fields.logprobs import MOST, TopLogprobs
 
@@ -67,6 +68,7 @@ class ExtractionSettings:
     top_logprobs: int = 0
     logprob_temperature: float = 1.0
     sampling_params: SamplingParams | None = None
+    hooks: Sequence[str] | str | None = None
 
     def __post_init__(self) -> None:
         if self.on_error not in ("raise", "yield"):
@@ -77,6 +79,7 @@ class ExtractionSettings:
         check_pooling(self.pooling)
         check_logprobs(self.top_logprobs, self.logprob_temperature)
         storage_dtype(self.dtype)
+        checked_hooks(self.hooks)
 
 
 @dataclass(frozen=True)
@@ -122,6 +125,20 @@ def check_logprobs(count: object, temperature: object) -> None:
     is_number = isinstance(temperature, int | float) and not isinstance(temperature, bool)
     if not is_number or not 1e-4 <= cast("float", temperature) <= 1e4:
         raise ValueError(f"logprob_temperature={temperature!r}: has to be in [0.0001, 10000]")
+
+
+def checked_hooks(hooks: object) -> tuple[str, ...]:
+    """Return the names of hook points, each once. ValueError: they are not names."""
+    names = [hooks] if isinstance(hooks, str) else [] if hooks is None else hooks
+    are_names = isinstance(names, list | tuple) and all(
+        isinstance(name, str) and is_hook_name(name) for name in names
+    )
+    if not are_names:
+        raise ValueError(
+            f"hooks={brief(hooks)}: has to be a list of names such as 'blocks.3.hook_attn_out' or "
+            "'model.layers.3.mlp'"
+        )
+    return tuple(dict.fromkeys(cast("list[str]", names)))
 
 
 _resolve_layers = lru_cache(maxsize=256)(resolve_layer_ids)
@@ -215,9 +232,7 @@ class ExtractionFeed:
     def _prepare(self, index: int, request_id: str, prompt: Any) -> Prepared:
         options = prompt if isinstance(prompt, ExtractRequest) else ExtractRequest(prompt)
         settings = self._settings
-        layers = settings.layers if options.layers is None else options.layers
-        if layers is None:
-            raise ValueError("no layers are named: give layers=, such as [2, 12, -1]")
+        values = self._values(options)
         dtype = settings.dtype if options.dtype is None else options.dtype
         adds, params = options.add_special_tokens, options.sampling_params
         params = settings.sampling_params if params is None else params
@@ -234,7 +249,7 @@ class ExtractionFeed:
             mask = torch.from_numpy(as_mask(options.mask, len(token_ids)))
         if params is not None:
             wanted = RowsOfText(positions, mask, settings.pooling)
-            return self._prepare_text(index, processed, wanted, options, layers, dtype)
+            return self._prepare_text(index, processed, wanted, values, dtype)
         chosen = resolve_positions(positions, len(token_ids), mask)
         name, pooled_as = storage_dtype(dtype), None
         if settings.pooling == "last":
@@ -243,19 +258,16 @@ class ExtractionFeed:
             pooled_as = self._model_config.dtype if name is None else STORAGE_DTYPES[name]
             name = "float32"
         rows = None if chosen is None else sorted(set(chosen))
-        end = len(token_ids) if rows is None else [-1, *rows][-1] + 1
-        spec = ExtractionSpec(
-            self._layer_ids(layers),
-            rows,
-            name,
-            *self._logprobs(options),
-            token_after=token_ids[end] if end < len(token_ids) else None,
-        )
+        # Only the model knows the form of activations, also of none.
+        least = 0 if values["hooks"] else -1
+        end = len(token_ids) if rows is None else [least, *rows][-1] + 1
+        after = token_ids[end] if end < len(token_ids) else None
+        spec = ExtractionSpec(positions=rows, storage_dtype=name, token_after=after, **values)
         order = None if chosen == rows else torch.searchsorted(*map(torch.tensor, (rows, chosen)))
         if mask is not None:
             mask = None if settings.pooling != "none" else mask if rows is None else mask[rows]
         pending = _Pending(index, token_ids, spec, order, mask, pooled_as)
-        if rows == []:
+        if end == 0:
             return Prepared(self._sample(request_id, pending, None))
         # Tokens after the last wanted row do not affect it.
         embeds = processed.request.prompt_embeds
@@ -275,8 +287,7 @@ class ExtractionFeed:
         index: int,
         processed: ProcessedInput,
         wanted: RowsOfText,
-        options: ExtractRequest,
-        layers: Layers,
+        values: dict[str, Any],
         dtype: str | torch.dtype | None,
     ) -> Prepared:
         """Prepare a request that generates."""
@@ -289,10 +300,9 @@ class ExtractionFeed:
             pooled_as = self._model_config.dtype if name is None else STORAGE_DTYPES[name]
             name = "float32"
         spec = GenerationSpec(
-            self._layer_ids(layers),
-            rows,
-            name,
-            *self._logprobs(options),
+            positions=rows,
+            storage_dtype=name,
+            **values,
             num_prompt_tokens=len(token_ids),
             output_every=every,
         )
@@ -301,9 +311,13 @@ class ExtractionFeed:
         pending = _Pending(index, token_ids, spec, pooled_as=pooled_as, text=wanted)
         return Prepared(pending, processed._replace(request=request))
 
-    def _logprobs(self, options: ExtractRequest) -> tuple[int, float]:
-        """Return the number of log-probabilities of a request, and their temperature."""
+    def _values(self, options: ExtractRequest) -> dict[str, Any]:
+        """Return what is kept of each token of a request, as fields of its spec."""
         settings = self._settings
+        layers = settings.layers if options.layers is None else options.layers
+        hooks = checked_hooks(settings.hooks if options.hooks is None else options.hooks)
+        if layers is None and not hooks:
+            raise ValueError("no layers are named: give layers=, such as [2, 12, -1], or hooks=")
         count, temperature = options.top_logprobs, options.logprob_temperature
         count = settings.top_logprobs if count is None else count
         temperature = settings.logprob_temperature if temperature is None else temperature
@@ -318,7 +332,12 @@ class ExtractionFeed:
                 f"top_logprobs={count} with pooling='mean': log-probabilities have no mean; use "
                 "pooling='none' or 'last'"
             )
-        return int(count), float(temperature)
+        return {
+            "layer_ids": () if layers is None else self._layer_ids(layers),
+            "hooks": hooks,
+            "top_logprobs": int(count),
+            "logprob_temperature": float(temperature),
+        }
 
     def _prompt(self, prompt: PromptType | Conversation, *, is_question: bool) -> PromptType:
         """Return the prompt, or for a conversation its rendered text as token ids."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -11,6 +12,7 @@ from vllm.v1.worker.gpu_worker import Worker
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.model_executor.hook_points import HookPoint
 
 
 class UniProcExecutor:
@@ -40,6 +42,10 @@ class UniProcExecutor:
     def no_head_reason(self) -> str | None:
         """Return why the model computes no logits; None: it does."""
         return self.worker.model_runner.no_head_reason
+
+    def find_hooks(self, names: Iterable[str]) -> list[HookPoint]:
+        """Return the model's hook points of these names. ValueError: it has no such point."""
+        return [self.worker.model_runner.hook_points.find(name) for name in names]
 
     def get_kv_connector_handshake_metadata(self) -> Any:
         """Return the data by which others reach the connector's worker side; None: none."""

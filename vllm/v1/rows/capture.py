@@ -65,6 +65,10 @@ class RowCapture:
     def wants(self, source: str) -> bool:
         return source in self._takers
 
+    def indexes_of(self, source: str) -> frozenset[LayerId]:
+        takers = self._takers.get(source, ())
+        return frozenset(index for taker in takers for index in taker.field.indexes)
+
     def put(self, source: str, index: LayerId, *values: Any) -> None:
         start = self._num_put[source, index]
         end = self._num_put[source, index] = start + len(values[0])

@@ -19,11 +19,13 @@ from vllm.forward_context import (
     HIDDEN_STATES,
     CachedLayer,
     ForwardContext,
+    RowSink,
     set_forward_context,
 )
 from vllm.inputs.prompt_embeds import unpack_prompt_embeds
 from vllm.logger import init_logger
 from vllm.model_executor.captures import make_fields
+from vllm.model_executor.hook_points import HookPoints, find_hook_points
 from vllm.model_executor.layers.attention import AttentionLayerBase
 from vllm.model_executor.layers.fused_moe import Experts
 from vllm.model_executor.layers.layer import settle_attributes
@@ -50,6 +52,7 @@ from vllm.v1.cache_kinds.base import KVCacheConfig, KVCacheSpec
 from vllm.v1.core.sched.output import BlockCopy, SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput, PendingOutput
 from vllm.v1.rows.capture import RowCapture
+from vllm.v1.rows.fields.activations import HOOKS
 from vllm.v1.spec_decode.extract_hidden_states import ExtractHiddenStatesProposer
 from vllm.v1.worker.input_batch import (
     EagerInputs,
@@ -113,6 +116,7 @@ class GPUModelRunner:
             model_config.dtype,
             device,
             model_config.get_vocab_size(),
+            lambda name: self.hook_points.find(name),
         )
 
     def load_model(self) -> None:
@@ -478,7 +482,8 @@ class GPUModelRunner:
         if layer_ids != self._aux_layer_ids:
             self.model.set_aux_hidden_state_layers(tuple(in_order(layer_ids)))
             self._aux_layer_ids = layer_ids
-        with set_forward_context(context):
+        hooks = nullcontext() if sink is None else self._hooks(sink)
+        with set_forward_context(context), hooks:
             # Third-party models may take no more than two arguments.
             options = {} if inputs_embeds is None else {"inputs_embeds": inputs_embeds}
             hidden = self.model(token_ids, positions, **options)
@@ -498,6 +503,16 @@ class GPUModelRunner:
         # A third-party module may compute in another dtype.
         result: torch.Tensor = hidden.to(self.vllm_config.model_config.dtype)
         return result
+
+    def _hooks(self, sink: RowSink) -> AbstractContextManager[None]:
+        """Return a block in which the model hands over what the sink keeps at hook points."""
+        names = sink.indexes_of(HOOKS)
+        return self.hook_points.watch(map(str, names)) if names else nullcontext()
+
+    @cached_property
+    def hook_points(self) -> HookPoints:
+        """The places inside the model whose values requests can ask for."""
+        return find_hook_points(self.model, self.vllm_config.model_config)
 
     def _head_input(self, hidden: torch.Tensor) -> torch.Tensor:
         model = self.model

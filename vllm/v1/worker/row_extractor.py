@@ -10,12 +10,14 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from vllm.model_executor.hook_points import HookPoint
 from vllm.ops.row_transport import RowTransport
 from vllm.utils.transfers import to_device
 from vllm.v1.engine import ExtractionSpec, GenerationSpec
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.rows.capture import CaptureTarget
 from vllm.v1.rows.destinations import CallerTensors, GrowingTensors
+from vllm.v1.rows.fields.fp8 import FP8
 from vllm.v1.rows.fields.hidden import STORAGE_DTYPES, HiddenStates
 from vllm.v1.rows.fields.layout import Field, RowLayout
 from vllm.v1.rows.fields.logprobs import LOGITS, TopLogprobs
@@ -89,7 +91,9 @@ class RowExtractor:
         dtype: torch.dtype,
         device: torch.device,
         vocab_size: int,
+        find_hook: Callable[[str], HookPoint],
     ) -> None:
+        self._find_hook = find_hook
         self._transport = transport
         self._hidden_size = hidden_size
         self._dtype = dtype
@@ -109,7 +113,10 @@ class RowExtractor:
         name = spec.storage_dtype
         stored = self._dtype if name is None else STORAGE_DTYPES[name]
         hidden = HiddenStates(spec.layer_ids, self._hidden_size, self._dtype, stored)
-        fields = self.fields
+        fields = (
+            *self.fields,
+            *(self._find_hook(hook).field(hook, _stored(spec)) for hook in spec.hooks),
+        )
         if spec.top_logprobs:
             sizes = (spec.top_logprobs, spec.logprob_temperature, self._vocab_size)
             fields = (*fields, TopLogprobs(*sizes))
@@ -185,6 +192,12 @@ def _find_positions(spec: GenerationSpec, first: int, end: int) -> Ints:
     """Return the wanted positions below ``end``, int64, from the one of rank ``first`` on."""
     ranks = range(first, spec.rank(end))
     return np.array([spec.position_at(rank) for rank in ranks], dtype=np.int64)
+
+
+def _stored(spec: ExtractionSpec) -> torch.dtype | None:
+    """Return the dtype of activations on the host; None: the captured one."""
+    stored = None if spec.storage_dtype is None else STORAGE_DTYPES[spec.storage_dtype]
+    return None if stored is FP8 else stored
 
 
 class _SentRows(NamedTuple):

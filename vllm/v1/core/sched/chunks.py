@@ -39,11 +39,12 @@ class ChunkRules:
         """Check that the smallest chunk's rows fit a step: the request would else wait forever."""
         most_tokens = request.num_prompt_tokens + (request.max_tokens or 0)
         num_rows = min(spec.num_rows(0, most_tokens), self.alignment)
-        most_layers = self.max_step_cells // max(1, num_rows)
-        if len(spec.layer_ids) > most_layers:
+        most_cells = self.max_step_cells // max(1, num_rows)
+        if spec.cells_per_row > most_cells:
+            hooks = f" and hooks {len(spec.hooks)}, as large as {spec.cells_per_row} layers"
             raise ValueError(
-                f"layers names {len(spec.layer_ids)} layers, but a step hands out at most "
-                f"{most_layers} of {num_rows} tokens: name fewer, or raise "
+                f"layers names {len(spec.layer_ids)} layers{hooks if spec.hooks else ''}, but a "
+                f"step hands out at most {most_cells} of {num_rows} tokens: name fewer, or raise "
                 f"max_num_batched_tokens={self.config.max_num_batched_tokens}"
             )
 
@@ -58,7 +59,7 @@ class ChunkRules:
         if self.config.long_prefill_token_threshold > 0:
             count = min(count, self.config.long_prefill_token_threshold)
         if request.extraction is not None:
-            num_rows = step.cell_budget // len(request.extraction.layer_ids)
+            num_rows = step.cell_budget // request.extraction.cells_per_row
             count = min(count, request.extraction.end_of_rows(computed, num_rows) - computed)
         if count > step.token_budget:
             if not self.config.enable_chunked_prefill:
