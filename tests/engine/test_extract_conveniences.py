@@ -107,6 +107,49 @@ def test_messages(checkpoint: Checkpoint) -> None:
     assert isinstance(bad[2], FailedSample) and "'cache_salt' of a prompt is 5" in bad[2].reason
 
 
+def test_masks_of_conversations(checkpoint: Checkpoint) -> None:
+    """A rule of the call or of the request; prompts of another kind have no mask by it."""
+    chat = [
+        {"role": role, "content": content}
+        for role, content in (
+            ("user", "π?"),
+            ("assistant", "A."),
+            ("user", "b?"),
+            ("assistant", "B"),
+        )
+    ]
+    parts = [
+        ("<|im_start|>user\nπ?<|im_end|>\n<|im_start|>assistant\n", 0),
+        ("A.<|im_end|>\n", 1),
+        ("<|im_start|>user\nb?<|im_end|>\n<|im_start|>assistant\n", 0),
+        ("B<|im_end|>\n", 2),
+    ]
+    own = ExtractRequest({"messages": chat}, mask="answers,before", positions="mask")
+    with engine(checkpoint("llama"), skip_tokenizer_init=False) as llm:
+        encode = llm.get_tokenizer().encode
+        ids = [encode(part, add_special_tokens=False, verbose=False) for part, _ in parts]
+        answers = [n for part, (_, n) in zip(ids, parts, strict=True) for _ in part]
+        (plain,) = llm.extract([chat], [1])
+        last, text, before = llm.extract([chat, "a text", own], [1], mask="last-answer")
+        (kept,) = llm.extract([chat], [1], "mask", mask="answers")
+        for wrong, options, message in (
+            (ExtractRequest("a text", mask="answers"), {}, "mask='answers': only a conversation"),
+            (ExtractRequest(chat, mask="last"), {}, "mask='last': use answers or last-answer"),
+            (chat, {"mask": [1, 0]}, r"mask=\[1, 0\]: use answers or last-answer"),
+            ("a text", {"mask": "answers", "positions": "mask"}, "none was passed"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                list(llm.extract(wrong, [1], **options))
+    assert plain.token_ids.tolist() == last.token_ids.tolist() == [t for part in ids for t in part]
+    assert plain.loss_mask is None and text.loss_mask is None
+    assert last.loss_mask.tolist() == [n == 2 for n in answers]
+    wanted = [max(pair) > 0 for pair in zip(answers, [*answers[1:], 0], strict=True)]
+    for sample, mask in ((before, wanted), (kept, [n > 0 for n in answers])):
+        assert sample.positions.tolist() == [i for i, counts in enumerate(mask) if counts]
+        assert torch.equal(sample.hidden_states, plain.hidden_states[mask])
+        assert sample.loss_mask.all()
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -12,6 +12,7 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
 
 from tests.models.checkpoints import CHAT_TEMPLATE, VOCAB_SIZE
+from tests.transformers_utils.test_answer_masks import BYTES
 from vllm.entrypoints.extract.options import ExtractOptions
 from vllm.entrypoints.extract.prompts import Prompt, PromptMaker
 from vllm.entrypoints.extract.records import Record
@@ -138,6 +139,20 @@ def test_answers_of_the_assistant(tokenizer: Any, template: str | None, first: i
     kept = made.token_ids[made.mask].tolist()
     assert tokenizer.decode(kept) == "Because.<|im_end|>\nSö.<|im_end|>\n"
     assert len(made.mask) == len(made.token_ids)
+
+
+def test_a_tokenizer_without_offsets(tokenizer: Any) -> None:
+    """Its masks come from the texts of its tokens; only a conversation needs them."""
+    words = BYTES.get_vocab()
+    for rule in ("answers", "last-answer,before"):
+        values = {"messages": CHAT}
+        made = one(BYTES, values, positions="mask", chat_template=CHAT_TEMPLATE, mask=rule)
+        assert made.mask is not None
+        kept = [t for t, counts in zip(made.token_ids, made.mask, strict=True) if counts]
+        text = BYTES.decode(kept, spaces_between_special_tokens=False)
+        last, before = "Sö.<|im_end|>\n", "\n" if "before" in rule else ""
+        assert text == (before + last if "last" in rule else f"Because.<|im_end|>\n{last}")
+    assert one(BYTES, {"text": "€ a"}).token_ids.tolist()[-1] == words[str(b"\x82\xac a")]
 
 
 def test_answers_that_cannot_be_told(tokenizer: Any) -> None:

@@ -10,8 +10,10 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
+from vllm.transformers_utils.answer_masks import MaskRule
 from vllm.transformers_utils.answer_spans import chat_answers
 
+PLAIN = MaskRule(with_boilerplate=False)
 TOKENIZER: Any = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"<unk>": 0})))
 LAST = "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}" + (
     "{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
@@ -214,10 +216,81 @@ REASONING_IN_MARKS = (
 def test_empty_reasoning_may_be_left_out() -> None:
     messages = chat("a", "b", "c", "d")
     for template in (REASONING_LAST, REASONING_OPENED, REASONING_SKIPPED):
-        found = answers(template, messages, with_empty_reasoning=False)
+        found = answers(template, messages, rule=PLAIN)
         assert found == ["b<|im_end|>\n", "d<|im_end|>\n"]
     messages[3]["reasoning_content"] = "x"
-    assert "x" in answers(REASONING_LAST, messages, with_empty_reasoning=False)[-1]
+    assert "x" in answers(REASONING_LAST, messages, rule=PLAIN)[-1]
     assert answers(REASONING_IN_MARKS, chat("a", "b")) == ["<a><think>\n\n</think>\n\nb</a>"]
-    kept = answers(REASONING_IN_MARKS, chat("a", "b"), with_empty_reasoning=False)
-    assert kept == ["<a>", "b</a>"]
+    kept = answers(REASONING_IN_MARKS, chat("a", "b"), rule=PLAIN)
+    assert kept == ["b</a>"]
+
+
+LAST_ONLY = MaskRule(last_only=True)
+
+
+@pytest.mark.parametrize("conversation", CONVERSATIONS)
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_the_last_answer_alone(name: str, conversation: str) -> None:
+    template, messages = TEMPLATES[name][0], CONVERSATIONS[conversation]
+    assert answers(template, messages, rule=LAST_ONLY) == answers(template, messages)[-1:]
+
+
+@pytest.mark.parametrize("name", TURNS_OF_FOUR)
+def test_the_last_of_four_turns_and_of_answers_in_a_row(name: str) -> None:
+    template, wanted = TURNS_OF_FOUR[name]
+    assert answers(template, chat("a", "b", "c", "d"), rule=LAST_ONLY) == wanted[1:]
+    messages = [*chat("a", "b", "c", "d"), {"role": "assistant", "content": "e"}]
+    if name != "the last has no end":
+        assert answers(template, messages, rule=LAST_ONLY) == answers(template, messages)[-1:]
+    assert answers(template, chat("a"), rule=LAST_ONLY) == []
+
+
+def test_earlier_answers_need_no_place() -> None:
+    """The first message has no beginning that could be told."""
+    template = "Preamble. " + TURNS.replace("<{{ m.role }}>", "{{ '# ' if m.role == 'user' }}")
+    messages = chat("", "b", "c", "d")[1:]
+    with pytest.raises(ValueError, match="answer in message 0 lies cannot be told"):
+        answers(template, messages)
+    assert answers(template, messages, rule=LAST_ONLY) == ["d</assistant>"]
+
+
+MARKED = (
+    "{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' and BARRED %}"
+    "{% generation %}{{ m.content }}</a>{% endgeneration %}"
+    "{% else %}{{ m.content }}</{{ m.role }}>{% endif %}{% endfor %}"
+)
+
+
+def test_the_last_of_marked_answers() -> None:
+    marked = MARKED.replace("BARRED", "true")
+    for messages, wanted in (
+        (chat("a", "b", "c", "d"), ["d</a>"]),
+        (chat("a", "b", "c", "d", "e"), ["d</a>"]),
+        (chat("a", "b", "c", ""), ["</a>"]),
+        ([*chat("a", "b"), {"role": "assistant", "content": "c"}], ["c</a>"]),
+        (chat("a"), []),
+    ):
+        assert answers(marked, messages, rule=LAST_ONLY) == wanted
+    found = answers(REASONING_IN_MARKS, chat("a", "b", "c", "d"), rule=LAST_ONLY)
+    assert found == ["<a><think>\n\n</think>\n\nd</a>"]
+    barred = MARKED.replace("BARRED", "not loop.last")
+    with pytest.raises(ValueError, match="message 3: the chat template does not mark this answer"):
+        answers(barred, chat("a", "b", "c", "d"), rule=LAST_ONLY)
+
+
+def test_headers_in_marks_may_be_left_out() -> None:
+    """Also those of answers in a row, whose ends stay."""
+    template = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}"
+        "<|im_start|>assistant\n<think>\n{{ m.reasoning }}\n</think>\n{{ m.content }}<|im_end|>\n"
+        "{% endgeneration %}{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
+        "{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    messages = [*chat("a", "b"), {"role": "assistant", "content": "c"}, *chat("d", "e")]
+    messages[1]["reasoning"] = "x"
+    assert answers(template, messages, rule=PLAIN) == [
+        "<think>\nx\n</think>\nb<|im_end|>\n",
+        "c<|im_end|>\n",
+        "e<|im_end|>\n",
+    ]
+    assert answers(MARKED.replace("BARRED", "true"), chat("a", "b"), rule=PLAIN) == ["b</a>"]

@@ -157,6 +157,7 @@ class LLM:
         logprob_temperature: float = ...,
         sampling_params: SamplingParams | None = ...,
         hooks: Sequence[str] | str | None = ...,
+        mask: str | None = ...,
         use_tqdm: ProgressBar = ...,
     ) -> Iterator[HiddenStatesSample]: ...
 
@@ -177,6 +178,7 @@ class LLM:
         logprob_temperature: float = ...,
         sampling_params: SamplingParams | None = ...,
         hooks: Sequence[str] | str | None = ...,
+        mask: str | None = ...,
         use_tqdm: ProgressBar = ...,
     ) -> Iterator[HiddenStatesSample | FailedSample]: ...
 
@@ -196,6 +198,7 @@ class LLM:
         logprob_temperature: float = 1.0,
         sampling_params: SamplingParams | None = None,
         hooks: Sequence[str] | str | None = None,
+        mask: str | None = None,
         use_tqdm: ProgressBar = False,
     ) -> Iterator[HiddenStatesSample | FailedSample]:
         """Yield the hidden states of prompts, one sample per prompt, as they are computed.
@@ -233,6 +236,8 @@ class LLM:
                 ``"blocks.3.hook_attn_out"`` or ``"model.layers.3.mlp"``; ``vllm models MODEL
                 --hooks`` lists them. ``sample.activations`` has them by name. With hooks, layers
                 may be left out.
+            mask: rule of the loss mask of conversations: ``"answers"`` or ``"last-answer"``, with
+                ``",before"`` and ``",no-boilerplate"`` behind it.
             use_tqdm: as for :meth:`generate`.
 
         Raises:
@@ -244,6 +249,7 @@ class LLM:
         settings = ExtractionSettings(
             *(layers, positions, dtype, ordered, on_error, max_in_flight, pooling),
             *(add_special_tokens, top_logprobs, logprob_temperature, sampling_params, hooks),
+            mask,
         )
         engine = self.llm_engine
         feed = ExtractionFeed(

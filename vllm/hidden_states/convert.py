@@ -13,7 +13,7 @@ from vllm.hidden_states.dataset import HiddenStatesDataset
 from vllm.hidden_states.layer_ids import check_speculators, convention_of
 from vllm.hidden_states.manifest import DatasetTotals, merge_units, read_skipped, start_dataset
 from vllm.hidden_states.mapped_file import MappedFile
-from vllm.hidden_states.metadata import DatasetSettings, UnitRecord
+from vllm.hidden_states.metadata import MASK, DatasetSettings, UnitRecord
 from vllm.hidden_states.names import DatasetFormat, Pooling
 from vllm.hidden_states.sample import HiddenStatesError
 from vllm.hidden_states.tensor_file import checksum, dtype_name
@@ -57,6 +57,11 @@ def convert_dataset(
         raise ValueError(f"{source}: rows of {dtype} cannot be stored; use a dtype of {known}")
     if fmt == "speculators":
         form = source_settings
+        for option in {"split_turns"} & {*form.options}:
+            raise ValueError(
+                f"{source}: made with {option}, so a sample is not a record, and the file that "
+                "speculators looks for cannot be named; use files or sharded"
+            )
         note = check_speculators(form.layer_ids, form.num_hidden_layers, form.selection, dtype)
         if note is not None:
             logger.warning("%s: %s", destination, note)
@@ -149,6 +154,7 @@ def _settings_of_folder(dataset: HiddenStatesDataset) -> DatasetSettings:
         )
     stored = first.tensor("hidden_states", 0, 1).dtype
     options = {"keep_columns": "[]"} if "columns" in metadata else {}
+    options |= {MASK: json.dumps(metadata[MASK])} if MASK in metadata else {}
     options |= {
         option: "true"
         for option, field in BUILT_IN.items()

@@ -85,6 +85,7 @@ def _settings_entries(dataset: HiddenStatesDataset) -> list[tuple[str, object]]:
         *form,
         ("dtype", settings.dtype),
         ("positions", settings.selection),
+        *([("loss mask", settings.mask_rule)] if settings.mask_rule else []),
         ("engine version", settings.engine_version),
     ]
     if dataset.manifest is None:

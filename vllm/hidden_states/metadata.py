@@ -34,6 +34,8 @@ UNITS_FOLDER = "units"
 _CHECKSUM = "checksum"
 ROW_TENSORS = "row_tensors"
 """Name of the option that lists tensors and constants of fields that are not built in."""
+MASK = "mask"
+"""Name of the option, and in the metadata of files, of the rule of loss masks."""
 _HAS_LOSS_MASK = "has_loss_mask"
 _KERNELS = "kernels"
 _MAY_BE_UNKNOWN = (_KERNELS, "weights_sampled")
@@ -146,13 +148,20 @@ class DatasetSettings:
             "dtype": dtype_name(self.torch_dtype),
             "engine_version": self.engine_version,
             **({} if self.pooling == "none" else {"pooling": self.pooling}),
+            **({MASK: self.mask_rule} if self.mask_rule else {}),
             **self.stored_names.metadata,
         }
 
     @property
     def has_columns(self) -> bool:
         """True if samples carry columns of their records."""
-        return "keep_columns" in self.options
+        return any(name in self.options for name in ("keep_columns", "split_turns"))
+
+    @property
+    def mask_rule(self) -> str:
+        """The rule that masks of conversations were made by; empty if there are no masks."""
+        is_used = self.has_loss_mask or self.positions == "mask"
+        return str(json.loads(self.options.get(MASK, '"answers"'))) if is_used else ""
 
     @cached_property
     def stored_names(self) -> StoredNames:

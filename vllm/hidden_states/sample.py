@@ -39,9 +39,10 @@ class ExtractRequest:
     """``all``, ``last``, ``every:K``, ``mask``, ``generated``, or a list of positions, whose order
     and duplicates are kept. They count over prompt and output; of a list, those that the finished
     text does not have are left out."""
-    mask: Sequence[bool | int] | torch.Tensor | None = None
+    mask: str | Sequence[bool | int] | torch.Tensor | None = None
     """One value for each token of the prompt: ``positions="mask"`` keeps the rows of those that are
-    true, and of generated tokens. The sample has it as ``loss_mask``, with any positions."""
+    true, and of generated tokens. The sample has it as ``loss_mask``, with any positions. For a
+    conversation it may be a rule, such as ``answers`` or ``last-answer,before``."""
     dtype: str | torch.dtype | None = None
     """``auto`` (the model's), ``float32``, ``bfloat16``, ``float16`` or ``fp8``."""
     add_special_tokens: bool | None = None

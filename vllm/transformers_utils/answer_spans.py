@@ -11,18 +11,28 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import Unpack
+from typing import TYPE_CHECKING, Unpack
 
+from vllm.inputs import TokensPrompt
+from vllm.transformers_utils.answer_masks import (
+    MaskRule,
+    Span,
+    encode_with_offsets,
+    mask_tokens,
+)
 from vllm.transformers_utils.chat_messages import ChatMessage, check_messages
 from vllm.transformers_utils.chat_outline import REASONING_TAGS, Outline
 from vllm.transformers_utils.chat_rendering import ChatOptions, Located, Rendered, Rendering
 from vllm.transformers_utils.chat_template import check_kept
 from vllm.transformers_utils.chat_turns import Turns, read_turns
 from vllm.transformers_utils.tokenizer import TokenizerLike
+from vllm.utils.text import check_text
 
-Span = tuple[int, int]
-"""[start, end) in characters."""
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
+_ANSWERS = MaskRule()
 _EMPTY_REASONING = re.compile(
     "|".join(rf"{re.escape(opens)}\s*{re.escape(closes)}\s*" for opens, closes in REASONING_TAGS)
 )
@@ -32,18 +42,17 @@ def chat_answers(
     tokenizer: TokenizerLike,
     messages: Sequence[ChatMessage],
     *,
-    with_empty_reasoning: bool = True,
+    rule: MaskRule = _ANSWERS,
     **options: Unpack[ChatOptions],
 ) -> Rendered:
-    """Render a conversation as ``chat_text`` does, and find the answers.
+    """Render a conversation as ``chat_text`` does, and find the answers that ``rule`` names.
 
-    with_empty_reasoning: an empty reasoning block belongs to its answer.
     ValueError: that of ``chat_text``, or the place of an answer is not certain.
     """
     rendering, checked = Rendering(tokenizer, **options), check_messages(messages)
     text, spans = rendering.render(checked, rendering.has_marks)
     located = check_kept(rendering, checked, text)
-    if rendering.has_marks and with_empty_reasoning:
+    if rendering.has_marks and rule.with_boilerplate and not rule.last_only:
         return Rendered(text, spans)
     if located is None:
         raise ValueError(
@@ -51,11 +60,28 @@ def chat_answers(
             "messages; mark answers in it with {% generation %}, or give a mask column"
         )
     finder = _AnswerFinder(rendering, located)
+    spans = finder.of_last(spans) if rule.last_only and rendering.has_marks else spans
     if not rendering.has_marks:
-        spans = tuple(finder.find())
-    if not with_empty_reasoning:
-        spans = tuple(_without(text, spans, list(finder.find_empty_reasoning())))
+        spans = tuple(finder.find(rule.last_only))
+    if not rule.with_boilerplate:
+        headers = finder.find_headers(text, spans) if rendering.has_marks else ()
+        blocks = sorted([*headers, *finder.find_empty_reasoning()])
+        spans = tuple(_without(text, spans, blocks))
     return Rendered(text, spans)
+
+
+def render_masked(
+    tokenizer: TokenizerLike,
+    messages: Sequence[ChatMessage],
+    rule: MaskRule,
+    **options: Unpack[ChatOptions],
+) -> tuple[TokensPrompt, npt.NDArray[np.bool_]]:
+    """Return the prompt of one conversation, as ``render_chat`` does, and its mask by ``rule``."""
+    text, spans = chat_answers(tokenizer, messages, rule=rule, **options)
+    check_text("the text of the messages", text)
+    token_ids, offsets = encode_with_offsets(tokenizer, text)
+    mask = mask_tokens(offsets, spans, rule.with_before)
+    return {"prompt_token_ids": token_ids, "prompt": text}, mask
 
 
 _Cut = tuple[int, int]
@@ -71,28 +97,68 @@ class _AnswerFinder:
         self._outline = located.outline
         self._ends = [0, *(end for _, end in located.places)]
         """Places in which the texts between the markers begin."""
+        roles = [message["role"] for message in self._messages]
+        self._answers = [index for index, role in enumerate(roles) if role == "assistant"]
 
-    def find(self) -> Iterator[Span]:
-        """Yield the answers. ValueError: the place of one cannot be told."""
+    def find(self, last_only: bool = False) -> Iterator[Span]:
+        """Yield the answers, or the last one. ValueError: the place of one cannot be told."""
         before: _Cut | None = None
-        for index, message in enumerate(self._messages):
-            if message["role"] != "assistant":
-                continue
+        answers = self._answers
+        for index in answers:
+            is_wanted = not last_only or index == answers[-1]
+            if not is_wanted and not {*range(index, answers[-1])} <= {*answers}:
+                continue  # the place of the last answer does not depend on it
             cuts = self._cut(index, before)
             if cuts is None:
-                raise ValueError(
-                    f"where the answer in message {index} lies cannot be told from what the chat "
-                    "template writes around it; mark answers in it with {% generation %}, or give "
-                    "a mask column"
-                )
+                raise _cannot_be_told(index)
             start, before = cuts
-            yield self._place(start), self._place(before)
+            if is_wanted:
+                yield self._place(start), self._place(before)
+
+    def of_last(self, spans: Sequence[Span]) -> tuple[Span, ...]:
+        """Return those of the marked ``spans`` that belong to the last answer.
+
+        ValueError: none of them belongs to it alone.
+        """
+        if not self._answers:
+            return ()
+        last = self._answers[-1]
+        places = list(zip(self._ends[1:], self._outline.numbers, strict=True))
+        before = max((end for end, n in places if self._pieces[n].message < last), default=0)
+        after = self._first(self._outline, last + 1)
+        end = self._place((after, 0)) if after is not None else None
+        own = tuple(one for one in spans if one[0] >= before and (end is None or one[0] <= end))
+        if not own:
+            raise ValueError(
+                f"message {last}: the chat template does not mark this answer by itself, so "
+                "that the last answer cannot be told; use mask=answers, or give a mask column"
+            )
+        return own
+
+    def find_headers(self, text: str, spans: Sequence[Span]) -> Iterator[Span]:
+        """Yield the headers of answers that marked ``spans`` begin with.
+
+        ValueError: a span begins before its answer, which cannot be told from its header.
+        """
+        before: _Cut | None = None
+        for index in self._answers:
+            first, cuts = self._first(self._outline, index), self._cut(index, before)
+            before = None if cuts is None else cuts[1]
+            if first is None:
+                continue
+            begins, ends = self._ends[first], self._ends[first] + len(self._outline.literals[first])
+            start = next((one for one, end in spans if begins <= one < ends), ends)
+            if not _EMPTY_REASONING.sub("", text[start:ends]).strip():
+                continue  # it begins with the answer itself
+            if cuts is None:
+                raise _cannot_be_told(index)
+            yield start, self._place(cuts[0])
 
     def find_empty_reasoning(self) -> Iterator[Span]:
         """Yield the empty reasoning blocks before the answers."""
-        for index, message in enumerate(self._messages):
+        for index in self._answers:
             first = self._first(self._outline, index)
-            if message["role"] == "assistant" and first is not None:
+            if first is not None:
                 for block in _EMPTY_REASONING.finditer(self._outline.literals[first]):
                     yield self._ends[first] + block.start(), self._ends[first] + block.end()
 
@@ -147,6 +213,13 @@ class _AnswerFinder:
         return read_turns(self._rendering)
 
 
+def _cannot_be_told(index: int) -> ValueError:
+    return ValueError(
+        f"where the answer in message {index} lies cannot be told from what the chat template "
+        "writes around it; mark answers in it with {% generation %}, or give a mask column"
+    )
+
+
 def _without(text: str, spans: Sequence[Span], blocks: Sequence[Span]) -> Iterator[Span]:
     """Yield ``spans`` without ``blocks`` and without white space that only precedes a block."""
     for start, end in spans:
@@ -156,4 +229,5 @@ def _without(text: str, spans: Sequence[Span], blocks: Sequence[Span]) -> Iterat
             if text[start:block_start].strip():
                 yield start, block_start
             start = block_end
-        yield start, end
+        if start < end:
+            yield start, end

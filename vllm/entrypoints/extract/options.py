@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import field
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from vllm.entrypoints.extract.records import InputFormat
 from vllm.hidden_states.names import DatasetFormat, Pooling
 from vllm.utils.checked import ABOVE_0, FINITE, at_least, at_most, config, refuse_unless
 from vllm.utils.options import Group, Option
 
+if TYPE_CHECKING:
+    from vllm.transformers_utils.answer_masks import MaskRule
+
 _INPUT = Group("Input", "The records to read, and their conversion to prompts.")
+_MASKS = Group("Loss mask", "The tokens of a sample that count in training.")
 _OUTPUT = Group("Output", "The rows to keep, and the dataset that they go to.")
 _DISTRIBUTION = Group(
     "Distribution", "Several engines, on one machine (--data-parallel-size) or many."
@@ -38,14 +42,6 @@ class ExtractOptions:
     """Column with text. Default: "prompt", or "text"."""
     token_ids_column: str | None = None
     """Column with token ids. Default: "input_ids", or "token_ids"."""
-    mask_column: str | None = None
-    """Column with an integer for each token, the loss mask; positions=mask keeps the rows where it
-    is not 0. Default: "loss_mask", or else the answers of the assistant in a conversation."""
-    mask_empty_reasoning: bool = True
-    """Count an empty reasoning block, which templates write into answers without reasoning, as part
-    of the answer when a mask is made of the answers in a conversation."""
-    loss_mask: bool = True
-    """Store the loss mask beside the rows if a record has a conversation or a column for it."""
     id_column: str | None = None
     """Column with the names of the files of format "files". Default: the numbers of the samples."""
     chat_template: str | None = None
@@ -67,6 +63,18 @@ class ExtractOptions:
     anything runs."""
     on_error: Literal["skip", "fail"] = "skip"
     """Treatment of records that cannot be used: skip and list them, or stop with an error."""
+    mask: Annotated[str, Option(group=_MASKS)] = "answers"
+    """Tokens of a conversation that count: "answers" of the assistant, or its "last-answer". Add
+    ",before" for the token before each of them as well, ",no-boilerplate" to leave out empty
+    reasoning blocks and headers that the template marks."""
+    mask_column: str | None = None
+    """Column with an integer for each token, 0 for tokens that do not count; it is used instead of
+    mask. Default: "loss_mask", if a record has it."""
+    loss_mask: bool = True
+    """Store the loss mask beside the rows if a record has a conversation or a column for it."""
+    split_turns: bool = False
+    """Make a sample of each answer in a conversation: the conversation up to that answer, as the
+    template renders it, with a mask of that answer alone."""
     layers: Annotated[str | None, Option(group=_OUTPUT)] = None
     """Layer ids, separated by commas: numbers from 0 (the embedding) to the number of layers,
     negative numbers from the end, ranges (0:24:4), "embed", "last", or the layers of a draft model:
@@ -125,6 +133,8 @@ class ExtractOptions:
         from vllm.hidden_states.positions import parse_positions
 
         parse_positions(self.positions)
+        self.mask_rule  # noqa: B018  raises for a mistake
+        self._check_parts()
         if self.mask_column is not None:
             is_read = self.positions == "mask" or self.stores_loss_mask
             advice = "set positions='mask', or store masks: loss_mask, no pooling"
@@ -146,6 +156,22 @@ class ExtractOptions:
             self._require("keep_columns", not self.keep_columns, f"{reason}rows and token ids only")
             is_exact = self.storage_dtype != "fp8"
             self._require("storage_dtype", is_exact, f"{reason}bfloat16, float16 or float32")
+
+    def _check_parts(self) -> None:
+        """Raise ValueError for options that do not go with parts of records, or need them."""
+        if self.split_turns:
+            self._require("keep_columns", "turn" not in self.keep_columns, "split_turns makes it")
+        if self.format == "speculators":
+            its_names = "format='speculators' has one file for each record"
+            self._require("split_turns", not self.split_turns, its_names)
+
+    @property
+    def mask_rule(self) -> MaskRule:
+        """The rule that masks of conversations are made by."""
+        from vllm.transformers_utils.answer_masks import parse_mask_rule
+
+        rule = parse_mask_rule(self.mask)
+        return rule._replace(last_only=True) if self.split_turns else rule
 
     @property
     def stores_loss_mask(self) -> bool:

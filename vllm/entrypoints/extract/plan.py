@@ -252,10 +252,9 @@ def _write_samples(
         skipped = stack.enter_context((folder / _SKIPPED).open("w"))
         bar = progress_bar(desc="Planning", unit=" records", leave=False)
         stack.enter_context(bar)
-        while batch := list(itertools.islice(records, _RECORDS_AT_ONCE)):
+        parts = _parts_of(records, maker, totals, bar)
+        while batch := list(itertools.islice(parts, _RECORDS_AT_ONCE)):
             for record, prompt in zip(batch, maker.make(batch), strict=True):
-                totals.num_records += 1
-                bar.update()
                 if isinstance(prompt, str):
                     totals.num_skipped += 1
                     _report_skipped(record, prompt, options, totals.num_skipped)
@@ -267,6 +266,7 @@ def _write_samples(
                     _check_name(file_stem(prompt.name), names)
                 kept = {one: record.values.get(one) for one in options.keep_columns}
                 unseen -= {one for one, value in kept.items() if value is not None}
+                kept |= {"turn": record.turn} if options.split_turns else {}
                 name = prompt.name.encode() + b"\0" + json.dumps(kept, default=str).encode()
                 num_tokens = prompt.token_ids.size
                 num_rows = len(positions.select(num_tokens, prompt.mask))  # type: ignore[arg-type]
@@ -292,6 +292,16 @@ def _write_samples(
         raise ValueError(f"--keep-columns {unseen.pop()}: no sample has such a column")
 
 
+def _parts_of(
+    records: Iterator[Record], maker: PromptMaker, totals: PlanTotals, bar: Any
+) -> Iterator[Record]:
+    """Yield the parts of records that become samples, and count the records."""
+    for record in records:
+        totals.num_records += 1
+        bar.update()
+        yield from maker.split(record)
+
+
 def _check_name(name: str, names: set[str]) -> None:
     if name in names:
         raise ValueError(
@@ -314,7 +324,7 @@ def _cut_units(
     """Put the samples in their order, cut units, and write the totals."""
     samples = _map(folder / "samples.bin", _SAMPLE)
     if places is not None:
-        samples = samples[np.argsort(places[samples["record"]])]
+        samples = samples[np.argsort(places[samples["record"]], kind="stable")]
         (folder / "samples.bin").write_bytes(samples.tobytes())
     sizes = samples["num_rows"] * totals.row_bytes + samples["num_tokens"] * _STORED_ID_BYTES
     units = plan_units(map(int, sizes), unit_bytes)

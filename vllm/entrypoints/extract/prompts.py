@@ -11,7 +11,8 @@ from vllm.entrypoints.extract.options import ExtractOptions
 from vllm.entrypoints.extract.records import Record, Values
 from vllm.hidden_states.positions import as_mask, flat_array
 from vllm.logger import init_logger
-from vllm.transformers_utils.answer_spans import Span, chat_answers
+from vllm.transformers_utils.answer_masks import Span, find_offsets, mask_tokens
+from vllm.transformers_utils.answer_spans import chat_answers
 from vllm.transformers_utils.chat_template import ChatOptions, chat_text
 from vllm.transformers_utils.tokenizer import (
     TokenizerLike,
@@ -83,6 +84,7 @@ class PromptMaker:
         self._vocab_size = vocab_size
         self.options = options
         self._needs_mask = options.positions == "mask"
+        self._rule = options.mask_rule
         self.stores_loss_mask = stores_loss_mask
         self.makes_masks = self._needs_mask or stores_loss_mask
         self.num_second_bos = 0
@@ -96,6 +98,27 @@ class PromptMaker:
         named = (*self._named, options.mask_column, options.id_column, *options.keep_columns)
         usual = (*_MESSAGES, *_TEXT, *_TOKEN_IDS, *_MASK, _TOOLS)
         return (*(name for name in named if name is not None), *usual)
+
+    def split(self, record: Record) -> list[Record]:
+        """Return the record, or with ``split_turns`` one for each answer of its conversation, which
+        ends with that answer."""
+        token_ids, messages, _ = self._sources(record.values)
+        if not self.options.split_turns or token_ids is not None or not isinstance(messages, list):
+            return [record]
+        try:
+            roles = [_as_message(message)["role"] for message in messages]
+        except (KeyError, TypeError):
+            return [record]  # it is refused as a whole
+        column = next(name for name, one in record.values.items() if one is messages)
+        return [
+            record._replace(
+                place=f"{record.place} message {turn}",
+                values={**record.values, column: messages[: turn + 1]},
+                turn=turn,
+            )
+            for turn, role in enumerate(roles)
+            if role == "assistant"
+        ] or [record]
 
     def make(self, records: Sequence[Record]) -> list[Prompt | str]:
         """Return a prompt for each record, or the reason for having none: ``kind: details``.
@@ -145,11 +168,7 @@ class PromptMaker:
             return f"unreadable: {record.problem}"
         options, values = self.options, record.values
         mask = _column(values, options.mask_column, _MASK)
-        token_ids, messages, text = (
-            # columns named by options replace the usual ones
-            _column(values, name, () if any(self._named) else usual)
-            for name, usual in zip(self._named, (_TOKEN_IDS, _MESSAGES, _TEXT), strict=True)
-        )
+        token_ids, messages, text = self._sources(values)
         if token_ids is not None:
             return self._check_token_ids(token_ids, mask)
         if messages is None and text is None:
@@ -163,6 +182,15 @@ class PromptMaker:
         if not isinstance(text, str) or not text:
             return f"bad text: {str(text)[:40]!r} is not a text with at least one character"
         return _Text(text, False, None, mask)
+
+    def _sources(self, values: Values) -> tuple[Any, ...]:
+        """Return the token ids, the messages and the text that a record has. Columns that options
+        name replace the usual ones."""
+        usual = (_TOKEN_IDS, _MESSAGES, _TEXT)
+        return tuple(
+            _column(values, name, () if any(self._named) else others)
+            for name, others in zip(self._named, usual, strict=True)
+        )
 
     def _check_token_ids(self, value: Any, mask: object) -> Any:
         ids = flat_array(value, "iu")
@@ -178,12 +206,22 @@ class PromptMaker:
     def _render(self, messages: Any, tools: Any, mask: object) -> Any:
         try:
             conversation = [_as_message(message) for message in messages]
+            if self.options.split_turns:
+                self._check_turn(conversation, mask)
             if self.makes_masks and mask is None:
                 text, spans = self._find_answers(conversation, tools)
                 return _Text(text, True, spans, None)
             return _Text(self._chat_text(conversation, tools), True, None, mask)
         except (ValueError, TypeError) as error:
             return f"bad messages: {error}"
+
+    def _check_turn(self, messages: list[Any], mask: object) -> None:
+        """Raise ValueError for a conversation that cannot be split, or whose mask cannot."""
+        last = messages[-1] if messages else None
+        if not isinstance(last, Mapping) or last.get("role") != "assistant":
+            raise ValueError("there is no message of the assistant, and split_turns needs one")
+        if mask is not None:
+            raise ValueError("the record's own mask is for the whole conversation, not for a turn")
 
     def _chat_text(self, messages: list[Any], tools: Any) -> str:
         return chat_text(self._tokenizer, messages, **self._chat_options(tools))
@@ -194,17 +232,14 @@ class PromptMaker:
             text, spans = chat_answers(
                 self._tokenizer,
                 messages,
-                with_empty_reasoning=self.options.mask_empty_reasoning,
+                rule=self._rule,
                 **self._chat_options(tools),
             )
         except ValueError:
             if self._needs_mask:
                 raise
             text, spans = self._chat_text(messages, tools), ()
-            logger.warning_once(
-                "Answers in some conversations cannot be located, so their loss mask selects no "
-                "token; mark them in the template with {% generation %}, or give masks"
-            )
+            self._warn_of_unlocated()
         return text, spans
 
     def _chat_options(self, tools: Any) -> ChatOptions:
@@ -229,17 +264,37 @@ class PromptMaker:
                 return_attention_mask=False,
                 return_token_type_ids=False,
                 verbose=False,
-                return_offsets_mapping=any(text.spans is not None for _, text in chosen),
+                return_offsets_mapping=self._tokenizer.is_fast
+                and any(text.spans is not None for _, text in chosen),
             )
             for row, (i, text) in enumerate(chosen):
-                mask = text.mask
                 is_plain = self.options.add_special_tokens and not has_special_tokens
                 if is_plain and has_second_bos(self._tokenizer, encoded["input_ids"][row]):
                     self.num_second_bos += 1
-                if text.spans is not None:
-                    mask = _mask_of(encoded["offset_mapping"][row], text.spans)
-                found[i] = np.array(encoded["input_ids"][row], dtype=np.int32), mask
+                token_ids = encoded["input_ids"][row]
+                offsets = encoded.get("offset_mapping", [None] * len(chosen))[row]
+                found[i] = self._with_mask(text, token_ids, offsets)
         return iter(found)
+
+    def _with_mask(self, text: _Text, token_ids: Any, offsets: Sequence[Span] | None) -> Any:
+        """Return (token ids, mask), or the reason why the mask cannot be told."""
+        mask = text.mask
+        if text.spans is not None:
+            try:
+                offsets = offsets or find_offsets(self._tokenizer, text.text, token_ids)
+            except ValueError as error:
+                if self._needs_mask:
+                    return f"bad messages: {error}"
+                self._warn_of_unlocated()
+                offsets = [(0, 0)] * len(token_ids)
+            mask = mask_tokens(offsets, text.spans, self._rule.with_before)
+        return np.array(token_ids, dtype=np.int32), mask
+
+    def _warn_of_unlocated(self) -> None:
+        logger.warning_once(
+            "Answers in some conversations cannot be located, so their loss mask selects no "
+            "token; mark them in the template with {% generation %}, or give masks"
+        )
 
     def _finish(
         self, record: Record, token_ids: npt.NDArray[np.int32], raw_mask: object
@@ -267,6 +322,8 @@ class PromptMaker:
         name = "" if value is None else str(value)
         if column is not None and not name:
             return f"no id: there is nothing in column {column}"
+        if name and record.turn is not None:
+            name = f"{name}-{record.turn}"
         if problem := _not_unicode(name):
             return f"bad id: {problem}"
         return Prompt(token_ids[:most], mask, name, is_long)
@@ -296,14 +353,3 @@ def _as_message(message: Any) -> Any:
         role = kept.pop("from")
         kept |= {"role": _SHAREGPT_ROLES.get(role, role), "content": kept.pop("value", None)}
     return kept
-
-
-def _mask_of(
-    offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]
-) -> npt.NDArray[np.bool_]:
-    """Return the mask of tokens that overlap ``spans``; all are [start, end) in characters."""
-    starts, ends = np.array(offsets, dtype=np.int64).reshape(-1, 2).T
-    mask = np.zeros(len(offsets), dtype=np.bool_)
-    for start, end in spans:
-        mask |= (ends > start) & (starts < end)
-    return mask

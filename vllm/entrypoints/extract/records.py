@@ -50,6 +50,8 @@ class Record(NamedTuple):
     """File and line, or file and row."""
     values: Values
     problem: str = ""
+    turn: int | None = None
+    """Number of its last message, if it is the part of a record that ends there."""
 
 
 def find_sources(

@@ -20,6 +20,7 @@ from vllm.hidden_states.tensor_file import checksum
 from vllm.hidden_states.units import cut_at
 from vllm.logger import init_logger
 from vllm.ops.sources import kernels_of
+from vllm.transformers_utils.answer_masks import MaskRule
 from vllm.transformers_utils.chat_template import load_chat_template
 from vllm.transformers_utils.tokenizer import load_tokenizer
 from vllm.utils.boundaries import LayerId
@@ -34,17 +35,17 @@ logger = init_logger(__name__)
 _BYTES_CHANGE = (
     "input_format", "messages_column", "prompt_column", "token_ids_column", "mask_column",
     "id_column", "chat_template_kwargs", "add_generation_prompt", "max_samples", "shuffle_seed",
-    "on_long", "keep_columns", "mask_empty_reasoning", "loss_mask",
-    "add_special_tokens",
+    "on_long", "keep_columns", "loss_mask", "add_special_tokens", "split_turns",
 )  # fmt: skip
 """Options that the dataset depends on, except those with their own fields in its settings."""
-_NOT_STATED = {
+_NOT_STATED: dict[str, Any] = {
     **dict.fromkeys(BUILT_IN, False),
     ROW_TENSORS: StoredNames(),
     "keep_columns": [],
-    "mask_empty_reasoning": True,
     "loss_mask": True,
     "add_special_tokens": True,
+    "mask": str(MaskRule()),
+    "split_turns": False,
 }
 """Values that settings leave out, as the settings of older datasets do."""
 _HAVE_A_PLACE = ("config", "hub_id", "hub_commit")
@@ -156,6 +157,7 @@ class Resolved:
         values |= {name: getattr(self.options, name) for name in _BYTES_CHANGE}
         values |= {name: getattr(args, name) for name in (*_ALWAYS_STATED, "hf_overrides")}
         values |= {
+            "mask": str(self.options.mask_rule),
             "max_tokens": self.prompt_options.max_length,
             **{option: getattr(model, option) for option in BUILT_IN},
             ROW_TENSORS: StoredNames.of(model.row_field_classes).foreign,

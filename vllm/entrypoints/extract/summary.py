@@ -71,6 +71,7 @@ def settings_lines(settings: DatasetSettings) -> Lines:
         ("layers", f"{', '.join(map(str, settings.layer_ids))} of {settings.num_hidden_layers}"),
         ("convention", settings.convention),
         ("positions", settings.selection),
+        *([("loss mask", settings.mask_rule)] if settings.mask_rule else []),
         ("dtype", f"{settings.dtype} (the model's: {model_dtype})"),
         ("format", f"{settings.format}, units of {format_bytes(settings.shard_bytes)}"),
     ]

@@ -297,11 +297,13 @@ class AsyncLLM(EngineFrontEnd):
         logprob_temperature: float = 1.0,
         sampling_params: SamplingParams | None = None,
         hooks: Sequence[str] | str | None = None,
+        mask: str | None = None,
     ) -> AsyncGenerator[HiddenStatesSample | FailedSample, None]:
         """Do what :meth:`vllm.LLM.extract` does, asynchronously; ``prompts`` may be async, too."""
         settings = ExtractionSettings(
             *(layers, positions, dtype, ordered, on_error, max_in_flight, pooling),
             *(add_special_tokens, top_logprobs, logprob_temperature, sampling_params, hooks),
+            mask,
         )
         await self.start()
         is_async = isinstance(prompts, AsyncIterable)

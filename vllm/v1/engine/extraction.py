@@ -30,10 +30,12 @@ from vllm.hidden_states.sample import (
     in_dtype,
     mean_of_rows,
 )
-from vllm.inputs import Conversation, PromptType, is_conversation, is_token_sequence
+from vllm.inputs import PromptType, is_conversation, is_token_sequence
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
-from vllm.transformers_utils.chat_template import render_chat
+from vllm.transformers_utils.answer_masks import parse_mask_rule
+from vllm.transformers_utils.answer_spans import render_masked
+from vllm.transformers_utils.chat_template import ChatOptions, render_chat
 from vllm.utils.boundaries import LayerId
 from vllm.utils.text import brief
 from vllm.v1.engine import ExtractionSpec, GenerationSpec
@@ -69,6 +71,7 @@ class ExtractionSettings:
     logprob_temperature: float = 1.0
     sampling_params: SamplingParams | None = None
     hooks: Sequence[str] | str | None = None
+    mask: str | None = None
 
     def __post_init__(self) -> None:
         if self.on_error not in ("raise", "yield"):
@@ -77,6 +80,8 @@ class ExtractionSettings:
         if most is not None and not (isinstance(most, Integral) and int(most) >= 1):
             raise ValueError(f"max_in_flight={most!r}: has to be a whole number of at least 1")
         check_pooling(self.pooling)
+        if self.mask is not None:
+            parse_mask_rule(self.mask)
         check_logprobs(self.top_logprobs, self.logprob_temperature)
         storage_dtype(self.dtype)
         checked_hooks(self.hooks)
@@ -236,17 +241,18 @@ class ExtractionFeed:
         dtype = settings.dtype if options.dtype is None else options.dtype
         adds, params = options.add_special_tokens, options.sampling_params
         params = settings.sampling_params if params is None else params
+        prompt, mask_values = self._prompt(options, is_question=params is not None)
         processed = self._processor.process_extraction(
             request_id,
-            self._prompt(options.prompt, is_question=params is not None),
+            prompt,
             settings.add_special_tokens if adds is None else adds,
             params,
         )
         token_ids = processed.request.prompt_token_ids
         positions = settings.positions if options.positions is None else options.positions
         mask = None
-        if options.mask is not None:
-            mask = torch.from_numpy(as_mask(options.mask, len(token_ids)))
+        if mask_values is not None:
+            mask = torch.from_numpy(as_mask(mask_values, len(token_ids)))
         if params is not None:
             wanted = RowsOfText(positions, mask, settings.pooling)
             return self._prepare_text(index, processed, wanted, values, dtype)
@@ -339,20 +345,38 @@ class ExtractionFeed:
             "logprob_temperature": float(temperature),
         }
 
-    def _prompt(self, prompt: PromptType | Conversation, *, is_question: bool) -> PromptType:
-        """Return the prompt, or for a conversation its rendered text as token ids."""
+    def _prompt(self, options: ExtractRequest, *, is_question: bool) -> tuple[PromptType, Any]:
+        """Return the prompt, or for a conversation its rendered text as token ids, and the values
+        of its mask (None: it has no mask)."""
+        prompt, mask = options.prompt, options.mask
         if not is_conversation(prompt):
-            return cast("PromptType", prompt)
+            if isinstance(mask, str):
+                raise ValueError(
+                    f"mask={brief(mask)}: only a conversation has answers; give a value for each "
+                    "token"
+                )
+            return cast("PromptType", prompt), mask
         record: Any = prompt if isinstance(prompt, Mapping) else {"messages": prompt}
-        rendered = render_chat(
-            self._processor.need_tokenizer("messages go through a chat template"),
-            record["messages"],
-            chat_template=self._chat_template,
-            add_generation_prompt=is_question,
-            tools=record.get("tools"),
-        )
+        mask = self._settings.mask if mask is None else mask
+        tokenizer = self._processor.need_tokenizer("messages go through a chat template")
+        how: ChatOptions = {
+            "chat_template": self._chat_template,
+            "add_generation_prompt": is_question,
+            "tools": record.get("tools"),
+        }
+        values: Any = mask
+        if isinstance(mask, str) and is_question:
+            raise ValueError(
+                f"mask={brief(mask)} with sampling_params: the mask is true for generated tokens; "
+                "leave mask out, or give a value for each token of the prompt"
+            )
+        if isinstance(mask, str):
+            rule = parse_mask_rule(mask)
+            rendered, values = render_masked(tokenizer, record["messages"], rule, **how)
+        else:
+            rendered = render_chat(tokenizer, record["messages"], **how)
         rendered["cache_salt"] = record.get("cache_salt")
-        return rendered
+        return rendered, values
 
     def _layer_ids(self, layers: Layers) -> tuple[LayerId, ...]:
         return _resolve_layers(layer_items(layers), self._num_layers)
