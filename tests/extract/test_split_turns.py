@@ -162,6 +162,9 @@ def test_with_shuffling_windows_and_other_inputs(
     turns = [(record, turn) for record, turn, _ in TURNS]
     assert sorted(order, key=turns.index) == turns != order
     assert order.index((0, 3)) == order.index((0, 1)) + 1
+    run(tiny_llama, data, tmp_path / "packed", pack=16, **options)
+    texts = [t for one in HiddenStatesDataset(tmp_path / "packed") for t in one.columns["texts"]]
+    assert [*dict.fromkeys((t["record"], t.get("turn")) for t in texts)] == turns
     run(tiny_llama, data, tmp_path / "shuffled", append=True, shuffle_seed=1, **options)
     assert len(HiddenStatesDataset(tmp_path / "shuffled")) == len(TURNS)
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         HiddenStatesError,
         HiddenStatesSample,
     )
+    from vllm.hidden_states.windows import cut_windows
 
 __all__ = [
     "ExtractRequest",
@@ -25,10 +26,16 @@ __all__ = [
     "HiddenStatesDataset",
     "HiddenStatesError",
     "HiddenStatesSample",
+    "cut_windows",
     "pack_samples",
     "pad_samples",
 ]
-_MODULES = {"HiddenStatesDataset": "dataset", "pack_samples": "batches", "pad_samples": "batches"}
+_MODULES = {
+    "HiddenStatesDataset": "dataset",
+    "cut_windows": "windows",
+    "pack_samples": "batches",
+    "pad_samples": "batches",
+}
 """Name -> its module, if that is not ``sample``."""
 
 

@@ -57,7 +57,7 @@ def convert_dataset(
         raise ValueError(f"{source}: rows of {dtype} cannot be stored; use a dtype of {known}")
     if fmt == "speculators":
         form = source_settings
-        for option in {"split_turns"} & {*form.options}:
+        for option in {"pack", "split_turns"} & {*form.options}:
             raise ValueError(
                 f"{source}: made with {option}, so a sample is not a record, and the file that "
                 "speculators looks for cannot be named; use files or sharded"

@@ -316,15 +316,6 @@ class SampleFile(MappedFile):
         stated = {n: json.loads(self.metadata[n]) for n in names if n in self.metadata}
         return stated | {name: self.tensor(name).tolist() for name in names if name in self}
 
-    def columns(self, place: int) -> dict[str, Any]:
-        """Return the columns that were kept of the sample at ``place``."""
-        text = self.metadata.get("columns", "{}")
-        if "column_offsets" in self:
-            span = self.tensor("column_offsets", place, place + 2).tolist()
-            text = self.tensor("columns", *span).numpy().tobytes().decode()
-        columns: dict[str, Any] = json.loads(text)
-        return columns
-
     def _identity(self, place: int, number: int) -> tuple[int, int | None, str]:
         """Return the numbers of the sample and of its record in the input, and its name."""
         if "sample_index" in self:

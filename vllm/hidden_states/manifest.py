@@ -93,6 +93,7 @@ def continue_settings(
 def _count_records(directory: str) -> int:
     """Return a number above those of all records of the input of a finished dataset."""
     numbers = [one.record for one in read_skipped(directory)]
+    is_packed = "pack" in DatasetSettings.read(directory).options
     for unit in read_unit_records(directory):
         for one in unit.files:
             file = MappedFile(os.path.join(directory, one.name))
@@ -100,6 +101,10 @@ def _count_records(directory: str) -> int:
                 numbers += file.tensor("record_index").tolist()
             else:
                 numbers.append(int(file.metadata["record"]))
+            if is_packed:
+                samples = range(len(file.offsets("row_offsets")) - 1)
+                texts = [text for n in samples for text in file.columns(n)["texts"]]
+                numbers += [text["record"] for text in texts]
     return max(numbers, default=-1) + 1
 
 

@@ -10,7 +10,7 @@ import json
 import os
 import struct
 from collections.abc import Iterator
-from typing import BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 import xxhash
@@ -89,6 +89,15 @@ class MappedFile:
             scales = self.tensor("hidden_states_scales", start, stop)
             return scales.view(-1, 1).expand(-1, self.shape("hidden_states")[1])
         return self.tensor("scales", start, stop)
+
+    def columns(self, place: int) -> dict[str, Any]:
+        """Return the columns that were kept of the sample at ``place``."""
+        text = self.metadata.get("columns", "{}")
+        if "column_offsets" in self:
+            span = self.tensor("column_offsets", place, place + 2).tolist()
+            text = self.tensor("columns", *span).numpy().tobytes().decode()
+        columns: dict[str, Any] = json.loads(text)
+        return columns
 
     def problems(self) -> Iterator[str]:
         """Yield a line for each tensor that differs from its checksum; reads the whole file."""

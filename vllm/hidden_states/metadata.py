@@ -155,7 +155,7 @@ class DatasetSettings:
     @property
     def has_columns(self) -> bool:
         """True if samples carry columns of their records."""
-        return any(name in self.options for name in ("keep_columns", "split_turns"))
+        return any(name in self.options for name in ("keep_columns", "split_turns", "pack"))
 
     @property
     def mask_rule(self) -> str:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 _INPUT = Group("Input", "The records to read, and their conversion to prompts.")
 _MASKS = Group("Loss mask", "The tokens of a sample that count in training.")
+_WINDOWS = Group("Windows", "Samples of one fixed length, made of many texts.")
 _OUTPUT = Group("Output", "The rows to keep, and the dataset that they go to.")
 _DISTRIBUTION = Group(
     "Distribution", "Several engines, on one machine (--data-parallel-size) or many."
@@ -75,6 +76,15 @@ class ExtractOptions:
     split_turns: bool = False
     """Make a sample of each answer in a conversation: the conversation up to that answer, as the
     template renders it, with a mask of that answer alone."""
+    pack: Annotated[Annotated[int, at_least(2)] | None, Option(group=_WINDOWS)] = None
+    """Join the texts and cut them into windows of this number of tokens; a window is a sample."""
+    pack_separator: str = "eos"
+    """Token between two texts in a window: "eos", "bos", "sep", "none", or a token id."""
+    pack_bos: bool = False
+    """Begin each window with the BOS token."""
+    pack_last: Literal["drop", "pad"] = "drop"
+    """Treatment of the last window if the texts do not fill it: leave it out, or add padding, which
+    the loss mask leaves out."""
     layers: Annotated[str | None, Option(group=_OUTPUT)] = None
     """Layer ids, separated by commas: numbers from 0 (the embedding) to the number of layers,
     negative numbers from the end, ranges (0:24:4), "embed", "last", or the layers of a draft model:
@@ -161,9 +171,23 @@ class ExtractOptions:
         """Raise ValueError for options that do not go with parts of records, or need them."""
         if self.split_turns:
             self._require("keep_columns", "turn" not in self.keep_columns, "split_turns makes it")
+        if self.pack is None:
+            for name, default in (("separator", "eos"), ("bos", False), ("last", "drop")):
+                is_default = getattr(self, f"pack_{name}") == default
+                self._require(f"pack_{name}", is_default, "it needs pack, the length of windows")
+        else:
+            of_records = "a window has texts of several records, which its column texts names"
+            self._require("keep_columns", not self.keep_columns, of_records)
+            self._require("id_column", self.id_column is None, of_records)
+            self._require("max_length", self.max_length is None, "pack is the length of samples")
+            self._require("on_long", self.on_long == "skip", "pack divides long texts")
+        if self.pack_last == "pad":
+            is_told = self.positions == "mask" or self.stores_loss_mask
+            self._require("pack_last", is_told, "the loss mask tells padding: store it")
         if self.format == "speculators":
             its_names = "format='speculators' has one file for each record"
             self._require("split_turns", not self.split_turns, its_names)
+            self._require("pack", self.pack is None, its_names)
 
     @property
     def mask_rule(self) -> MaskRule:

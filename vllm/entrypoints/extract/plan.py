@@ -33,12 +33,13 @@ import numpy as np
 import torch
 
 from vllm.entrypoints.extract.options import ExtractOptions
-from vllm.entrypoints.extract.prompts import PromptMaker
+from vllm.entrypoints.extract.prompts import Prompt, PromptMaker
 from vllm.entrypoints.extract.records import Record, Source, read_records
 from vllm.hidden_states.metadata import DatasetSettings, SkippedRecord
 from vllm.hidden_states.positions import parse_positions
 from vllm.hidden_states.tensor_file import checksum
 from vllm.hidden_states.units import file_stem, plan_units
+from vllm.hidden_states.windows import Window, WindowCutter
 from vllm.logger import init_logger
 from vllm.utils.progress import progress_bar
 from vllm.utils.whole_files import sync_path, temporary_path
@@ -59,7 +60,7 @@ PLAN_FOLDER = "plan"
 _TOTALS = "plan.json"
 _SKIPPED = "skipped.jsonl"
 _RECORDS_AT_ONCE = 64
-_VERSION = 3
+_VERSION = 4
 """Version of the files above."""
 _STORED_ID_BYTES = 8
 """Bytes of a token id in the dataset."""
@@ -91,6 +92,10 @@ class PlanTotals:
     num_rows: int = 0
     num_truncated: int = 0
     num_second_bos: int = 0
+    num_left_over: int = 0
+    """Tokens of a last window that was dropped."""
+    num_unmasked_windows: int = 0
+    """Windows that were dropped because no token in them counts."""
     num_skipped: int = 0
     num_masked: int = 0
     """Samples that have a loss mask to store, with at least one token in it."""
@@ -149,7 +154,8 @@ class Plan:
     def complete(self, settings: DatasetSettings) -> DatasetSettings:
         """Return the settings with what only the plan can tell."""
         num_samples = self.totals.first_sample + self.totals.num_samples
-        has_loss_mask = settings.has_loss_mask or self.totals.num_masked > 0
+        is_padded = "pack_last" in settings.options and settings.positions != "mask"
+        has_loss_mask = settings.has_loss_mask or self.totals.num_masked > 0 or is_padded
         return settings.with_plan(self.units.stop, num_samples, has_loss_mask)
 
     def sample(self, number: int) -> PlannedSample:
@@ -212,7 +218,9 @@ def make_plan(
             first_record=start.first_record,
         )
         _write_samples(building, records, maker, totals, set(names))
-        _cut_units(building, places, settings.shard_bytes, totals)
+        if places is not None:
+            _shuffle(building / "samples.bin", places, maker.options)
+        _cut_units(building, settings.shard_bytes, totals)
         if folder.exists() and not has_plan(folder, settings):
             shutil.rmtree(folder, ignore_errors=True)
         with contextlib.suppress(OSError):  # another rank was faster, with the same bytes
@@ -245,13 +253,15 @@ def _write_samples(
     names: set[str],
 ) -> None:
     """Write the files that are in the order of the input."""
-    options, positions = maker.options, parse_positions(maker.options.positions)
-    name_bytes, unseen, first_reason = 0, set(options.keep_columns), ""
+    options, first_reason = maker.options, ""
+    unseen, cutter, padding = set(options.keep_columns), None, None
+    if options.pack is not None:
+        separator, bos, padding = maker.pack_tokens()
+        cutter = WindowCutter(options.pack, separator, bos)
     with ExitStack() as stack:
-        files = {name: stack.enter_context((folder / f"{name}.bin").open("wb")) for name in _FILES}
+        files = stack.enter_context(_SampleFiles(folder, maker, totals))
         skipped = stack.enter_context((folder / _SKIPPED).open("w"))
-        bar = progress_bar(desc="Planning", unit=" records", leave=False)
-        stack.enter_context(bar)
+        bar = stack.enter_context(progress_bar(desc="Planning", unit=" records", leave=False))
         parts = _parts_of(records, maker, totals, bar)
         while batch := list(itertools.islice(parts, _RECORDS_AT_ONCE)):
             for record, prompt in zip(batch, maker.make(batch), strict=True):
@@ -262,31 +272,23 @@ def _write_samples(
                     first_reason = first_reason or f"; {reason}"
                     skipped.write(json.dumps({"record": record.number, "reason": reason}) + "\n")
                     continue
+                totals.num_truncated += prompt.is_truncated
+                if cutter is not None:
+                    files.add_windows(cutter.add(record, prompt.token_ids, prompt.mask))
+                    continue
                 if options.id_column is not None:
                     _check_name(file_stem(prompt.name), names)
                 kept = {one: record.values.get(one) for one in options.keep_columns}
                 unseen -= {one for one, value in kept.items() if value is not None}
                 kept |= {"turn": record.turn} if options.split_turns else {}
-                name = prompt.name.encode() + b"\0" + json.dumps(kept, default=str).encode()
-                num_tokens = prompt.token_ids.size
-                num_rows = len(positions.select(num_tokens, prompt.mask))  # type: ignore[arg-type]
-                num_rows = min(num_rows, 1) if options.pooling != "none" else num_rows
-                sample = (record.number, totals.num_tokens, num_tokens, num_rows, name_bytes)
-                name_bytes += len(name)
-                files["samples"].write(np.array([(*sample, name_bytes)], dtype=_SAMPLE).tobytes())
-                files["token_ids"].write(prompt.token_ids.astype("<i4").tobytes())
-                if maker.makes_masks:
-                    mask = np.ones(num_tokens, bool) if prompt.mask is None else prompt.mask
-                    files["masks"].write(mask.tobytes())
-                    is_known = prompt.mask is not None and bool(prompt.mask.any())
-                    totals.num_masked += maker.stores_loss_mask and is_known
-                files["names"].write(name)
-                totals.num_samples += 1
-                totals.num_tokens += num_tokens
-                totals.num_rows += num_rows
-                totals.num_truncated += prompt.is_truncated
+                files.add(record.number, prompt, kept)
+        if cutter is not None:
+            files.add_windows(() if padding is None else cutter.pad(padding))
+            totals.num_left_over = cutter.num_waiting
     totals.num_second_bos = maker.num_second_bos
     if not totals.num_samples:
+        if totals.num_left_over:
+            first_reason = f"; they have {totals.num_left_over} tokens, fewer than one window"
         raise ValueError(f"--input: none of {totals.num_records} records can be used{first_reason}")
     if unseen:
         raise ValueError(f"--keep-columns {unseen.pop()}: no sample has such a column")
@@ -300,6 +302,65 @@ def _parts_of(
         totals.num_records += 1
         bar.update()
         yield from maker.split(record)
+
+
+class _SampleFiles:
+    """Writes the files of samples; a context manager that closes them."""
+
+    def __init__(self, folder: Path, maker: PromptMaker, totals: PlanTotals) -> None:
+        self._stack = ExitStack()
+        open_file = self._stack.enter_context
+        self._files = {name: open_file((folder / f"{name}.bin").open("wb")) for name in _FILES}
+        self._maker = maker
+        self._totals = totals
+        self._positions = parse_positions(maker.options.positions)
+        self._name_bytes = 0
+
+    def __enter__(self) -> _SampleFiles:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def add(self, record: int, prompt: Prompt, columns: Mapping[str, Any]) -> None:
+        """Write a sample. record: the number of its record, or of the first of them."""
+        totals, files = self._totals, self._files
+        name = prompt.name.encode() + b"\0" + json.dumps(columns, default=str).encode()
+        num_tokens = prompt.token_ids.size
+        num_rows = len(self._positions.select(num_tokens, prompt.mask))  # type: ignore[arg-type]
+        num_rows = min(num_rows, 1) if self._maker.options.pooling != "none" else num_rows
+        sample = (record, totals.num_tokens, num_tokens, num_rows, self._name_bytes)
+        self._name_bytes += len(name)
+        files["samples"].write(np.array([(*sample, self._name_bytes)], dtype=_SAMPLE).tobytes())
+        files["token_ids"].write(prompt.token_ids.astype("<i4").tobytes())
+        if self._maker.makes_masks:
+            mask = np.ones(num_tokens, bool) if prompt.mask is None else prompt.mask
+            files["masks"].write(mask.tobytes())
+            is_known = prompt.mask is not None and bool(prompt.mask.any())
+            totals.num_masked += self._maker.stores_loss_mask and is_known
+        files["names"].write(name)
+        totals.num_samples += 1
+        totals.num_tokens += num_tokens
+        totals.num_rows += num_rows
+
+    def add_windows(self, windows: Iterable[Window]) -> None:
+        """Write windows with a column that lists the texts in them."""
+        for window in windows:
+            if self._positions.kind == "mask" and window.mask is not None and not window.mask.any():
+                self._totals.num_unmasked_windows += 1
+                continue
+            texts = [
+                {
+                    "record": self._totals.first_record + part.text.number,
+                    **({} if part.text.turn is None else {"turn": part.text.turn}),
+                    "start": part.start,
+                    "end": part.end,
+                    "offset": part.offset,
+                }
+                for part in window.parts
+            ]
+            prompt = Prompt(window.token_ids, window.mask, "", False)
+            self.add(window.parts[0].text.number, prompt, {"texts": texts})
 
 
 def _check_name(name: str, names: set[str]) -> None:
@@ -318,14 +379,20 @@ def _report_skipped(record: Record, reason: str, options: ExtractOptions, count:
         logger.warning("%s: skipped: %s", record.place, reason)
 
 
-def _cut_units(
-    folder: Path, places: npt.NDArray[np.int64] | None, unit_bytes: int, totals: PlanTotals
-) -> None:
-    """Put the samples in their order, cut units, and write the totals."""
+def _shuffle(path: Path, places: npt.NDArray[np.int64], options: ExtractOptions) -> None:
+    """Put the samples in the order of their records' ``places``, or windows in an order of their
+    own."""
+    samples = _map(path, _SAMPLE)
+    if options.pack is not None:
+        keys = np.random.RandomState(options.shuffle_seed).permutation(len(samples))
+    else:
+        keys = places[samples["record"]]
+    path.write_bytes(samples[np.argsort(keys, kind="stable")].tobytes())
+
+
+def _cut_units(folder: Path, unit_bytes: int, totals: PlanTotals) -> None:
+    """Cut units, and write the totals."""
     samples = _map(folder / "samples.bin", _SAMPLE)
-    if places is not None:
-        samples = samples[np.argsort(places[samples["record"]], kind="stable")]
-        (folder / "samples.bin").write_bytes(samples.tobytes())
     sizes = samples["num_rows"] * totals.row_bytes + samples["num_tokens"] * _STORED_ID_BYTES
     units = plan_units(map(int, sizes), unit_bytes)
     ends = np.fromiter((unit.stop for unit in units), dtype="<i8")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from vllm.entrypoints.extract.options import ExtractOptions
+from vllm.entrypoints.extract.pack_tokens import PackTokens, find_pack_tokens
 from vllm.entrypoints.extract.records import Record, Values
 from vllm.hidden_states.positions import as_mask, flat_array
 from vllm.logger import init_logger
@@ -98,6 +99,10 @@ class PromptMaker:
         named = (*self._named, options.mask_column, options.id_column, *options.keep_columns)
         usual = (*_MESSAGES, *_TEXT, *_TOKEN_IDS, *_MASK, _TOOLS)
         return (*(name for name in named if name is not None), *usual)
+
+    def pack_tokens(self) -> PackTokens:
+        """Return the tokens that windows have besides those of texts."""
+        return find_pack_tokens(self.options, self._tokenizer, self._reason, self._vocab_size)
 
     def split(self, record: Record) -> list[Record]:
         """Return the record, or with ``split_turns`` one for each answer of its conversation, which

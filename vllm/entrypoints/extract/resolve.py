@@ -35,7 +35,8 @@ logger = init_logger(__name__)
 _BYTES_CHANGE = (
     "input_format", "messages_column", "prompt_column", "token_ids_column", "mask_column",
     "id_column", "chat_template_kwargs", "add_generation_prompt", "max_samples", "shuffle_seed",
-    "on_long", "keep_columns", "loss_mask", "add_special_tokens", "split_turns",
+    "on_long", "keep_columns", "loss_mask", "add_special_tokens", "split_turns", "pack",
+    "pack_separator", "pack_bos", "pack_last",
 )  # fmt: skip
 """Options that the dataset depends on, except those with their own fields in its settings."""
 _NOT_STATED: dict[str, Any] = {
@@ -46,6 +47,10 @@ _NOT_STATED: dict[str, Any] = {
     "add_special_tokens": True,
     "mask": str(MaskRule()),
     "split_turns": False,
+    "pack": None,
+    "pack_separator": "eos",
+    "pack_bos": False,
+    "pack_last": "drop",
 }
 """Values that settings leave out, as the settings of older datasets do."""
 _HAVE_A_PLACE = ("config", "hub_id", "hub_commit")
@@ -107,7 +112,12 @@ class Resolved:
                 "max_model_len=-1 depends on the free memory, and a dataset must not; use a "
                 "number, or leave it out: engines are started for the longest sample"
             )
-        longest = min(self.options.max_length or model.max_model_len, model.max_model_len)
+        most = model.max_model_len
+        longest: int | None = min(self.options.max_length or most, most)
+        if self.options.pack is not None:
+            fits = self.options.pack <= most
+            refuse_unless(fits, self.options, "pack", f"it is longer than max_model_len={most}")
+            longest = None  # texts of any length are divided
         return dataclasses.replace(
             self.options, chat_template=load_chat_template(template), max_length=longest
         )

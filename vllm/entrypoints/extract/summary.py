@@ -88,12 +88,17 @@ def plan_lines(totals: PlanTotals, num_units: int) -> Lines:
         ("bytes", f"about {format_bytes(totals.num_bytes)} in {num_units:,} units"),
         *([("loss mask", f"in {totals.num_masked:,} samples")] if totals.num_masked else []),
         *([("truncated", f"{totals.num_truncated:,}")] if totals.num_truncated else []),
-        *_second_bos(totals),
+        *_other_counts(totals),
     ]
 
 
-def _second_bos(plan: PlanTotals) -> Lines:
-    return [("second BOS", f"{plan.num_second_bos:,} texts")] if plan.num_second_bos else []
+def _other_counts(plan: PlanTotals) -> Lines:
+    counts = {
+        "second BOS": (plan.num_second_bos, "texts"),
+        "left over": (plan.num_left_over, "tokens, which fill no window"),
+        "no mask": (plan.num_unmasked_windows, "windows, in which no token counts"),
+    }
+    return [(name, f"{count:,} {what}") for name, (count, what) in counts.items() if count]
 
 
 def totals_lines(
@@ -110,7 +115,7 @@ def totals_lines(
         ("tokens", f"{totals.tokens:,}"),
         ("rows", f"{totals.rows:,}"),
         ("bytes", format_bytes(totals.bytes)),
-        *([("truncated", f"{plan.num_truncated:,}"), *_second_bos(plan)] if plan else []),
+        *([("truncated", f"{plan.num_truncated:,}"), *_other_counts(plan)] if plan else []),
         ("skipped", f"{totals.skipped:,}"),
         *((f"  {kind}", f"{count:,}") for kind, count in kinds.most_common()),
     ]
