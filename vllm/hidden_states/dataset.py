@@ -21,6 +21,7 @@ from vllm.hidden_states.batches import RowBatch, join, part_of, rows_of, shuffle
 from vllm.hidden_states.manifest import index_is_sound, read_manifest
 from vllm.hidden_states.mapped_file import DamagedFileError, MappedFile
 from vllm.hidden_states.metadata import DatasetSettings, FileRecord, read_unit_records
+from vllm.hidden_states.names import NUM_GENERATED
 from vllm.hidden_states.positions import flat_array
 from vllm.hidden_states.sample import HiddenStatesSample
 from vllm.utils.boundaries import LayerId
@@ -282,6 +283,8 @@ class SampleFile(MappedFile):
         rows = self.row_offsets[place : place + 2]
         values = self.tensor("hidden_states", *rows)
         index, record, name = self._identity(place, number)
+        columns = self.columns(place)
+        generated = columns.get(NUM_GENERATED, 0)
         return HiddenStatesSample(
             index=index,
             request_id=name,
@@ -293,7 +296,8 @@ class SampleFile(MappedFile):
             layer_ids=self.layer_ids,
             record=record,
             constants=self._constants,
-            columns=self.columns(place),
+            columns=columns,
+            num_generated_tokens=generated if isinstance(generated, int) else 0,
         )
 
     def _tensors(self, rows: list[int]) -> dict[str, torch.Tensor]:

@@ -154,12 +154,15 @@ class DatasetSettings:
 
     @property
     def has_columns(self) -> bool:
-        """True if samples carry columns of their records."""
-        return any(name in self.options for name in ("keep_columns", "split_turns", "pack"))
+        """True if samples carry columns: of their records, or about their making."""
+        names = ("keep_columns", "split_turns", "pack", "sampling")
+        return any(name in self.options for name in names)
 
     @property
     def mask_rule(self) -> str:
         """The rule that masks of conversations were made by; empty if there are no masks."""
+        if "sampling" in self.options:
+            return "generated tokens" if self.has_loss_mask else ""
         is_used = self.has_loss_mask or self.positions == "mask"
         return str(json.loads(self.options.get(MASK, '"answers"'))) if is_used else ""
 

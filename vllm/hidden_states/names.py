@@ -7,5 +7,7 @@ from typing import Literal, get_args
 DatasetFormat = Literal["sharded", "files", "speculators"]
 FORMATS: tuple[DatasetFormat, ...] = get_args(DatasetFormat)
 Pooling = Literal["none", "mean", "last"]
+NUM_GENERATED = "num_generated_tokens"
+"""Column of samples that end with tokens of the model."""
 CHECKSUM_KIND = "xxh3_128:"
 """The beginning of every checksum."""

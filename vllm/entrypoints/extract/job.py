@@ -21,6 +21,7 @@ from vllm.entrypoints.extract.folder import (
     output_folder,
     remove_rubbish,
 )
+from vllm.entrypoints.extract.generation import sampling_of
 from vllm.entrypoints.extract.options import ExtractOptions
 from vllm.entrypoints.extract.plan import PLAN_FOLDER, Plan, has_plan, make_plan
 from vllm.entrypoints.extract.records import STDIN, Source, find_sources, input_digest
@@ -71,10 +72,10 @@ _COPY_BYTES = 1 << 20
 
 
 def load_llm(engine_args: EngineArgs) -> LLM:
-    """Load the engine of a worker, which gets token ids only."""
+    """Load the engine of a worker."""
     from vllm.entrypoints.llm import LLM
 
-    args = dataclasses.replace(engine_args, skip_tokenizer_init=True, data_parallel_size=1)
+    args = dataclasses.replace(engine_args, data_parallel_size=1)
     return LLM(**{field.name: getattr(args, field.name) for field in dataclasses.fields(args)})
 
 
@@ -197,7 +198,9 @@ class _Job:
         self, settings: DatasetSettings, plan: Plan, todo: list[int], repairs: dict[int, Repair]
     ) -> Lines:
         engine_args = dataclasses.replace(
-            self.resolved.engine_args, max_model_len=plan.totals.longest
+            self.resolved.engine_args,
+            max_model_len=plan.totals.longest,
+            skip_tokenizer_init=not self.options.generate,  # it gets token ids
         )
         job = WorkerJob(
             self.directory,
@@ -207,6 +210,8 @@ class _Job:
             self.options.on_error,
             self.options.mixed_kernels,
             repairs,
+            sampling_of(self.options.sampling) if self.options.generate else None,
+            engine_args.seed,
         )
         num_tokens = sum(plan.num_tokens(job.samples_of(plan, unit)) for unit in todo)
         num_samples = sum(len(job.samples_of(plan, unit)) for unit in todo)

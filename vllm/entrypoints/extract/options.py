@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import field
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -19,6 +20,9 @@ _WINDOWS = Group("Windows", "Samples of one fixed length, made of many texts.")
 _OUTPUT = Group("Output", "The rows to keep, and the dataset that they go to.")
 _DISTRIBUTION = Group(
     "Distribution", "Several engines, on one machine (--data-parallel-size) or many."
+)
+_GENERATION = Group(
+    "Generation", "Continue each prompt, and keep the rows of prompt and output (--generate)."
 )
 _CHECKS = Group("Checks", "Checks before and after the work.")
 
@@ -91,7 +95,8 @@ class ExtractOptions:
     "eagle3" (the same as "speculators-eagle3"), "specforge-eagle3", "modelopt-eagle3", "dflash",
     "modelopt-dflash"."""
     positions: str = "all"
-    """Tokens whose rows are kept: "all", "last", "every:K", or "mask"."""
+    """Tokens whose rows are kept: "all", "last", "every:K", "mask", or with generate "generated",
+    those of the output. The others then count over prompt and output."""
     pooling: Pooling = "none"
     """Store one row for each sample: the "mean" of its rows at these positions, computed in
     float32, or the "last" of them. "none": store all of them."""
@@ -116,6 +121,23 @@ class ExtractOptions:
     """Let machines with different kernels, such as another instruction set, work on one dataset.
     Rows then differ in their last bits between machines; index.json names the kernels of each
     unit."""
+    generate: Annotated[bool, Option(group=_GENERATION)] = False
+    """Let the model continue each text and answer each conversation. Answers at the end of a
+    conversation are left out before. Columns: "messages" or "text" with the answer,
+    "finish_reason", "num_generated_tokens"; the loss mask marks the generated tokens."""
+    max_tokens: Annotated[int, at_least(1)] = 256
+    """Most tokens to generate for each prompt. Prompts without room for them are too long."""
+    temperature: float = 1.0
+    """Divides the logits before sampling. 0: always the most likely token."""
+    top_p: float = 1.0
+    """Sample from the most likely tokens that together have this probability."""
+    top_k: int = 0
+    """Sample from so many most likely tokens. 0: from all."""
+    n: Annotated[int, at_least(1)] = 1
+    """Continuations of each prompt, a sample each, with the column "choice". The seed of each
+    follows from --seed, the number of the record and the choice."""
+    stop: list[str] = field(default_factory=list)
+    """Strings that end the output."""
     distributed: Annotated[Literal["processes", "ray"], Option(group=_DISTRIBUTION)] = "processes"
     """Run the data_parallel_size engines in processes of this machine, or on a Ray cluster, which
     must have access to the output folder."""
@@ -145,6 +167,7 @@ class ExtractOptions:
         parse_positions(self.positions)
         self.mask_rule  # noqa: B018  raises for a mistake
         self._check_parts()
+        self._check_generation()
         if self.mask_column is not None:
             is_read = self.positions == "mask" or self.stores_loss_mask
             advice = "set positions='mask', or store masks: loss_mask, no pooling"
@@ -196,6 +219,39 @@ class ExtractOptions:
 
         rule = parse_mask_rule(self.mask)
         return rule._replace(last_only=True) if self.split_turns else rule
+
+    def _check_generation(self) -> None:
+        from vllm.entrypoints.extract.generation import COLUMNS, SAMPLING, sampling_of
+
+        defaults = {one.name: one for one in dataclasses.fields(self)}
+        if not self.generate:
+            for name in SAMPLING:
+                is_unset = getattr(self, name) == (defaults[name].default if name != "stop" else [])
+                refuse_unless(is_unset, self, name, "it needs generate")
+            is_possible = self.positions != "generated"
+            refuse_unless(is_possible, self, "positions", "nothing is generated: use generate")
+            return
+        sampling_of(self.sampling)  # raises ValueError
+        is_marked = "the mask marks the generated tokens; use positions='generated'"
+        taken = [name for name in self.keep_columns if name in COLUMNS]
+        for name, fits, advice in (
+            ("mask", self.mask == "answers", is_marked),
+            ("mask_column", self.mask_column is None, is_marked),
+            ("positions", self.positions != "mask", is_marked),
+            ("on_long", self.on_long != "truncate", "a prompt that is cut has no answer"),
+            ("keep_columns", not taken, f"{taken} are columns of generated samples"),
+            ("split_turns", not self.split_turns, "a conversation ends with its generated answer"),
+            ("pack", self.pack is None, "windows are not continued"),
+            ("format", self.format != "speculators", "its trainer has its own texts"),
+        ):
+            refuse_unless(fits, self, name, f"with generate, {advice}")
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """The options that choose the tokens to generate."""
+        from vllm.entrypoints.extract.generation import SAMPLING
+
+        return {name: getattr(self, name) for name in SAMPLING}
 
     @property
     def stores_loss_mask(self) -> bool:

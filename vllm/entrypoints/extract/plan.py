@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
+from vllm.entrypoints.extract.generation import choices_of, source_columns
 from vllm.entrypoints.extract.options import ExtractOptions
 from vllm.entrypoints.extract.prompts import Prompt, PromptMaker
 from vllm.entrypoints.extract.records import Record, Source, read_records
@@ -90,6 +91,7 @@ class PlanTotals:
     num_samples: int = 0
     num_tokens: int = 0
     num_rows: int = 0
+    """Rows of all samples; the most that there can be if tokens are generated."""
     num_truncated: int = 0
     num_second_bos: int = 0
     num_left_over: int = 0
@@ -220,7 +222,8 @@ def make_plan(
         _write_samples(building, records, maker, totals, set(names))
         if places is not None:
             _shuffle(building / "samples.bin", places, maker.options)
-        _cut_units(building, settings.shard_bytes, totals)
+        most_new = maker.options.max_tokens if maker.options.generate else 0
+        _cut_units(building, settings.shard_bytes, totals, most_new)
         if folder.exists() and not has_plan(folder, settings):
             shutil.rmtree(folder, ignore_errors=True)
         with contextlib.suppress(OSError):  # another rank was faster, with the same bytes
@@ -281,6 +284,7 @@ def _write_samples(
                 kept = {one: record.values.get(one) for one in options.keep_columns}
                 unseen -= {one for one, value in kept.items() if value is not None}
                 kept |= {"turn": record.turn} if options.split_turns else {}
+                kept |= source_columns(prompt.source)
                 files.add(record.number, prompt, kept)
         if cutter is not None:
             files.add_windows(() if padding is None else cutter.pad(padding))
@@ -314,7 +318,7 @@ class _SampleFiles:
         self._maker = maker
         self._totals = totals
         self._positions = parse_positions(maker.options.positions)
-        self._name_bytes = 0
+        self._num_ids = self._name_bytes = 0
 
     def __enter__(self) -> _SampleFiles:
         return self
@@ -323,25 +327,29 @@ class _SampleFiles:
         self._stack.close()
 
     def add(self, record: int, prompt: Prompt, columns: Mapping[str, Any]) -> None:
-        """Write a sample. record: the number of its record, or of the first of them."""
-        totals, files = self._totals, self._files
-        name = prompt.name.encode() + b"\0" + json.dumps(columns, default=str).encode()
-        num_tokens = prompt.token_ids.size
-        num_rows = len(self._positions.select(num_tokens, prompt.mask))  # type: ignore[arg-type]
-        num_rows = min(num_rows, 1) if self._maker.options.pooling != "none" else num_rows
-        sample = (record, totals.num_tokens, num_tokens, num_rows, self._name_bytes)
-        self._name_bytes += len(name)
-        files["samples"].write(np.array([(*sample, self._name_bytes)], dtype=_SAMPLE).tobytes())
+        """Write a sample, or one for each continuation. record: the number of its record, or of
+        the first of them."""
+        totals, files, options = self._totals, self._files, self._maker.options
+        num_tokens, num_rows = prompt.token_ids.size, _num_rows(prompt, options)
+        for choice in choices_of(options.n):
+            stored = json.dumps({**columns, **choice}, default=str).encode()
+            name = _name_of(prompt.name, choice).encode() + b"\0" + stored
+            sample = (record, self._num_ids, num_tokens, num_rows, self._name_bytes)
+            self._name_bytes += len(name)
+            row = np.array([(*sample, self._name_bytes)], dtype=_SAMPLE)
+            files["samples"].write(row.tobytes())
+            files["names"].write(name)
+        self._num_ids += num_tokens
         files["token_ids"].write(prompt.token_ids.astype("<i4").tobytes())
         if self._maker.makes_masks:
             mask = np.ones(num_tokens, bool) if prompt.mask is None else prompt.mask
             files["masks"].write(mask.tobytes())
             is_known = prompt.mask is not None and bool(prompt.mask.any())
             totals.num_masked += self._maker.stores_loss_mask and is_known
-        files["names"].write(name)
-        totals.num_samples += 1
-        totals.num_tokens += num_tokens
-        totals.num_rows += num_rows
+        totals.num_masked += options.n * (options.generate and self._maker.stores_loss_mask)
+        totals.num_samples += options.n
+        totals.num_tokens += options.n * num_tokens
+        totals.num_rows += options.n * num_rows
 
     def add_windows(self, windows: Iterable[Window]) -> None:
         """Write windows with a column that lists the texts in them."""
@@ -361,6 +369,22 @@ class _SampleFiles:
             ]
             prompt = Prompt(window.token_ids, window.mask, "", False)
             self.add(window.parts[0].text.number, prompt, {"texts": texts})
+
+
+def _num_rows(prompt: Prompt, options: ExtractOptions) -> int:
+    """Return the number of rows of a sample, or the most of them if the output is not known."""
+    positions = parse_positions(options.positions)
+    if positions.kind == "generated":
+        num_rows = options.max_tokens
+    else:
+        most_tokens = prompt.token_ids.size + (options.max_tokens if options.generate else 0)
+        num_rows = len(positions.select(most_tokens, prompt.mask))  # type: ignore[arg-type]
+    return num_rows if options.pooling == "none" else min(num_rows, 1)
+
+
+def _name_of(name: str, choice: Mapping[str, int]) -> str:
+    """Return the name of a sample; continuations of one prompt have their own."""
+    return "-".join([name, *map(str, choice.values())]) if name else name
 
 
 def _check_name(name: str, names: set[str]) -> None:
@@ -390,14 +414,15 @@ def _shuffle(path: Path, places: npt.NDArray[np.int64], options: ExtractOptions)
     path.write_bytes(samples[np.argsort(keys, kind="stable")].tobytes())
 
 
-def _cut_units(folder: Path, unit_bytes: int, totals: PlanTotals) -> None:
-    """Cut units, and write the totals."""
+def _cut_units(folder: Path, unit_bytes: int, totals: PlanTotals, most_new: int) -> None:
+    """Cut units, and write the totals. ``most_new``: the most tokens generated for a sample."""
     samples = _map(folder / "samples.bin", _SAMPLE)
-    sizes = samples["num_rows"] * totals.row_bytes + samples["num_tokens"] * _STORED_ID_BYTES
+    num_tokens = samples["num_tokens"] + most_new
+    sizes = samples["num_rows"] * totals.row_bytes + num_tokens * _STORED_ID_BYTES
     units = plan_units(map(int, sizes), unit_bytes)
     ends = np.fromiter((unit.stop for unit in units), dtype="<i8")
     (folder / "units.bin").write_bytes(np.insert(ends, 0, 0).tobytes())
-    totals.longest = int(samples["num_tokens"].max())
+    totals.longest = int(num_tokens.max())
     totals.num_bytes = int(sizes.sum())
     (folder / _TOTALS).write_text(json.dumps(dataclasses.asdict(totals)))
     for path in (*folder.iterdir(), folder):

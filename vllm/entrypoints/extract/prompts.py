@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from vllm.entrypoints.extract.generation import question_of
 from vllm.entrypoints.extract.options import ExtractOptions
 from vllm.entrypoints.extract.pack_tokens import PackTokens, find_pack_tokens
 from vllm.entrypoints.extract.records import Record, Values
@@ -53,6 +54,8 @@ class Prompt(NamedTuple):
     """bool [tokens]; None if no mask is wanted or known."""
     name: str
     is_truncated: bool
+    source: Any = None
+    """The conversation or the text that is continued; None for token ids, or if it is not needed"""
 
 
 class _Text(NamedTuple):
@@ -87,7 +90,7 @@ class PromptMaker:
         self._needs_mask = options.positions == "mask"
         self._rule = options.mask_rule
         self.stores_loss_mask = stores_loss_mask
-        self.makes_masks = self._needs_mask or stores_loss_mask
+        self.makes_masks = self._needs_mask or (stores_loss_mask and not options.generate)
         self.num_second_bos = 0
         """Texts that begin with two BOS tokens, one of them from the tokenizer."""
         self._named = (options.token_ids_column, options.messages_column, options.prompt_column)
@@ -197,6 +200,13 @@ class PromptMaker:
             for name, others in zip(self._named, usual, strict=True)
         )
 
+    def _source(self, record: Record) -> Any:
+        """Return what a prompt was made of, to which its answer is appended."""
+        token_ids, messages, text = self._sources(record.values)
+        if not self.options.generate or token_ids is not None:
+            return None
+        return text if messages is None else question_of([_as_message(one) for one in messages])
+
     def _check_token_ids(self, value: Any, mask: object) -> Any:
         ids = flat_array(value, "iu")
         if ids is None or not ids.size:
@@ -213,6 +223,8 @@ class PromptMaker:
             conversation = [_as_message(message) for message in messages]
             if self.options.split_turns:
                 self._check_turn(conversation, mask)
+            if self.options.generate:
+                conversation = question_of(conversation)
             if self.makes_masks and mask is None:
                 text, spans = self._find_answers(conversation, tools)
                 return _Text(text, True, spans, None)
@@ -250,7 +262,7 @@ class PromptMaker:
     def _chat_options(self, tools: Any) -> ChatOptions:
         return {
             "chat_template": self.options.chat_template,
-            "add_generation_prompt": self.options.add_generation_prompt,
+            "add_generation_prompt": self.options.add_generation_prompt or self.options.generate,
             "tools": tools,
             "chat_template_kwargs": self.options.chat_template_kwargs,
         }
@@ -331,7 +343,7 @@ class PromptMaker:
             name = f"{name}-{record.turn}"
         if problem := _not_unicode(name):
             return f"bad id: {problem}"
-        return Prompt(token_ids[:most], mask, name, is_long)
+        return Prompt(token_ids[:most], mask, name, is_long, self._source(record))
 
 
 def _not_unicode(text: str) -> str:

@@ -113,7 +113,10 @@ class Resolved:
                 "number, or leave it out: engines are started for the longest sample"
             )
         most = model.max_model_len
-        longest: int | None = min(self.options.max_length or most, most)
+        room = most - (self.options.max_tokens if self.options.generate else 0)
+        advice = f"max_model_len={most}: leave room for the prompt"
+        refuse_unless(room >= 1, self.options, "max_tokens", advice)
+        longest: int | None = min(self.options.max_length or room, room)
         if self.options.pack is not None:
             fits = self.options.pack <= most
             refuse_unless(fits, self.options, "pack", f"it is longer than max_model_len={most}")
@@ -173,6 +176,10 @@ class Resolved:
             ROW_TENSORS: StoredNames.of(model.row_field_classes).foreign,
             "chat_template": self.prompt_options.chat_template,
         }
+        if self.options.generate:
+            values["sampling"] = True
+            values |= {f"sampling.{name}": v for name, v in self.options.sampling.items()}
+            values["sampling.seed"] = args.seed
         return {
             name: json.dumps(value, sort_keys=True, default=str)
             for name, value in values.items()

@@ -72,9 +72,16 @@ def settings_lines(settings: DatasetSettings) -> Lines:
         ("convention", settings.convention),
         ("positions", settings.selection),
         *([("loss mask", settings.mask_rule)] if settings.mask_rule else []),
+        *_sampling(settings),
         ("dtype", f"{settings.dtype} (the model's: {model_dtype})"),
         ("format", f"{settings.format}, units of {format_bytes(settings.shard_bytes)}"),
     ]
+
+
+def _sampling(settings: DatasetSettings) -> Lines:
+    stated = [one for one in settings.options.items() if one[0].startswith("sampling.")]
+    texts = [f"{name.removeprefix('sampling.')} {value}" for name, value in stated]
+    return [("generated", ", ".join(texts))] if texts else []
 
 
 def plan_lines(totals: PlanTotals, num_units: int) -> Lines:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from vllm.engine.arg_utils import EngineArgs
+from vllm.entrypoints.extract.generation import params_of, with_answer
 from vllm.entrypoints.extract.plan import PLAN_FOLDER, Plan, PlannedSample
 from vllm.entrypoints.extract.unit_queue import Progress, UnitQueue
 from vllm.exceptions import Failure, FailureError, FailureKind, kind_of
@@ -30,11 +31,13 @@ from vllm.platforms import get_platform
 
 if TYPE_CHECKING:
     from vllm.entrypoints.llm import LLM
+    from vllm.sampling_params import SamplingParams
 
 _SKIPPED_AS = dict.fromkeys(
     (
         *(FailureKind.BAD_REQUEST, FailureKind.ROWS_NOT_FINITE, FailureKind.ROWS_ALL_ZERO),
         *(FailureKind.STEP_FAILED, FailureKind.OUT_OF_MEMORY, FailureKind.ABORTED),
+        FailureKind.LOGITS_NOT_FINITE,
     ),
     "engine",
 )
@@ -71,6 +74,9 @@ class WorkerJob:
     mixes_kernels: bool = False
     repairs: Mapping[int, Repair] = field(default_factory=dict)
     """Units of which only these samples are to be done."""
+    sampling: SamplingParams | None = None
+    """Settings of the text that continues each prompt, without a seed; None: there is none."""
+    seed: int = 0
 
     def samples_of(self, plan: Plan, unit: int) -> Sequence[int]:
         """Return the samples of a unit that are to be done."""
@@ -136,7 +142,10 @@ def _results(engine: LLM, job: WorkerJob, plan: Plan, units: Iterator[int]) -> I
             for planned in map(plan.sample, samples):
                 under_way.append((planned, unit, samples))
                 prompt = {"prompt_token_ids": planned.token_ids}
-                yield ExtractRequest(prompt, mask=planned.mask)
+                params = job.sampling
+                if params is not None:
+                    params = params_of(params, job.seed, planned.record, planned.columns)
+                yield ExtractRequest(prompt, mask=planned.mask, sampling_params=params)
 
     for result in engine.extract(
         requests(),
@@ -242,10 +251,13 @@ class _UnitWriting:
         if isinstance(result, FailedSample):
             failure = result.failure
         else:
-            if result.token_ids.tolist() != planned.token_ids:
+            if result.token_ids[: result.num_prompt_tokens].tolist() != planned.token_ids:
                 raise AssertionError(f"sample {planned.sample}: the rows are of other tokens")
             try:
-                result = dataclasses.replace(result, columns=planned.columns)
+                columns = planned.columns
+                if self._job.sampling is not None:
+                    columns = with_answer(columns, result)
+                result = dataclasses.replace(result, columns=columns)
                 writer.append(result, planned.sample, planned.record, planned.name or None)
                 return
             except HiddenStatesError as error:
