@@ -444,3 +444,14 @@ def test_ranks_of_positions(every: int, num_prompt: int) -> None:
             last = spec.end_of_rows(place, 2)
             assert sum(place <= p < last for p in wanted) == 2 or last >= 40
     assert every or spec.next_position(31) is None
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_5"])
+def test_hooks_go_on_over_the_output(family: str, checkpoint: Checkpoint) -> None:
+    hooks = ["blocks.1.hook_attn_out" if family == "llama" else "blocks.1.hook_mlp_out"]
+    with engine(checkpoint(family), max_num_batched_tokens=32) as llm:
+        for layers in (None, [1]):
+            options: dict[str, Any] = {"layers": layers, "hooks": hooks}
+            samples = extract(llm, PROMPTS, sampling_params=SAMPLED, **options)
+            assert_as_prefill(llm, samples, **options)
+            assert len(samples[0].activations[hooks[0]]) == len(samples[0].token_ids)
