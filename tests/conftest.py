@@ -36,12 +36,10 @@ with suppress(ImportError):  # which kernels' tests on a card can do without
     settings.load_profile("same each time")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if torch.cuda.is_available():
-        return
-    for item in items:
-        if item.get_closest_marker("gpu"):
-            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+def pytest_configure(config: pytest.Config) -> None:
+    from tests.not_collected import NotCollected  # after the setting of Triton
+
+    config.pluginmanager.register(NotCollected())
 
 
 def pytest_runtest_setup() -> None:

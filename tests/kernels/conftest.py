@@ -16,6 +16,8 @@ from kernel_calls import (
     plain_kernels,
 )
 
+ISAS = [pytest.param(isa, marks=pytest.mark.isa(isa)) for isa in ISA_NAMES]
+
 
 @functools.cache
 def _native(isa: str) -> Kernels | str:
@@ -26,15 +28,26 @@ def _native(isa: str) -> Kernels | str:
         return str(error)
 
 
-@pytest.fixture(params=["plain", *ISA_NAMES])
-def kernels(request: pytest.FixtureRequest) -> Kernels:
-    """Each implementation; native ones that this machine lacks are skipped."""
-    if request.param == "plain":
+def _kernels(name: str) -> Kernels:
+    """Skips where they are not built. Those of another CPU are not collected."""
+    if name == "plain":
         return plain_kernels()
-    loaded = _native(request.param)
+    loaded = _native(name)
     if isinstance(loaded, str):
         pytest.skip(loaded)
     return loaded
+
+
+@pytest.fixture(params=["plain", *ISAS])
+def kernels(request: pytest.FixtureRequest) -> Kernels:
+    """Each implementation."""
+    return _kernels(request.param)
+
+
+@pytest.fixture(params=ISAS)
+def native(request: pytest.FixtureRequest) -> Kernels:
+    """The native kernels with each instruction set."""
+    return _kernels(request.param)
 
 
 @pytest.fixture(params=[torch.float32, torch.bfloat16, torch.float16], ids=["f32", "bf16", "f16"])

@@ -52,37 +52,33 @@ def test_values(kernels: Kernels, shape: tuple[int, int], dtype: torch.dtype) ->
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_rows_do_not_depend_on_others(
-    kernels: Kernels, shape: tuple[int, int], dtype: torch.dtype
+    native: Kernels, shape: tuple[int, int], dtype: torch.dtype
 ) -> None:
     """Nor on how the weight lies, or on threads. The bias takes the leading bits away."""
-    if kernels.name == "plain":
-        pytest.skip("plain torch leaves the order of sums to its libraries")
     plain, panels = _weights(shape, dtype)
     x = torch.randn(400, shape[1]).to(dtype)
-    bias = -kernels.linear(x[7:8], plain)[0]
-    expected = kernels.linear(x, plain, bias)
+    bias = -native.linear(x[7:8], plain)[0]
+    expected = native.linear(x, plain, bias)
     for threads in (1, 2):
         torch.set_num_threads(threads)
         for rows in ROWS:
             for own in (slice(0, rows), slice(7, 7 + rows)):
                 for weight in (plain, panels):
-                    out = kernels.linear(x[own], weight, bias, columns=shape[0])
+                    out = native.linear(x[own], weight, bias, columns=shape[0])
                     assert torch.equal(out, expected[own])
 
 
-def test_a_large_weight_that_passes_the_caches_by(kernels: Kernels, dtype: torch.dtype) -> None:
+def test_a_large_weight_that_passes_the_caches_by(native: Kernels, dtype: torch.dtype) -> None:
     """As few rows read it, and by other loads where it begins at a whole line."""
-    if kernels.name == "plain":
-        pytest.skip("plain torch leaves the order of sums to its libraries")
     panels = _weights((1030, 1090), dtype)[1]
     assert panels.nbytes >= 2**21
     shifted = torch.empty(panels.numel() + 2, dtype=dtype)[2:].view(panels.shape).copy_(panels)
     assert panels.data_ptr() % 64 == 0 and shifted.data_ptr() % 64
     x = torch.randn(14, 1090).to(dtype)
-    expected = kernels.linear(x, panels, columns=1030)
+    expected = native.linear(x, panels, columns=1030)
     for rows in range(1, 8):
         for weight in (panels, shifted):
-            assert torch.equal(kernels.linear(x[:rows], weight, columns=1030), expected[:rows])
+            assert torch.equal(native.linear(x[:rows], weight, columns=1030), expected[:rows])
 
 
 def _sums_in_order(x: torch.Tensor, weight: torch.Tensor, block: int) -> torch.Tensor:
@@ -99,15 +95,13 @@ def _sums_in_order(x: torch.Tensor, weight: torch.Tensor, block: int) -> torch.T
 
 @pytest.mark.parametrize(("terms", "block"), [(70, 512), (1024, 512), (1025, 1024), (2100, 1024)])
 def test_the_order_of_sums_is_the_documented_one(
-    kernels: Kernels, terms: int, block: int, dtype: torch.dtype
+    native: Kernels, terms: int, block: int, dtype: torch.dtype
 ) -> None:
-    if kernels.name == "plain":
-        pytest.skip("plain torch leaves the order of sums to its libraries")
-    if dtype is torch.bfloat16 and kernels.isa in ISAS_OF_PAIRS:
+    if dtype is torch.bfloat16 and native.isa in ISAS_OF_PAIRS:
         pytest.skip("pairs of products are added first there")
     weight, x = torch.randn(70, terms).to(dtype), torch.randn(3, terms).to(dtype)
     expected = torch.stack([_sums_in_order(row, weight, block) for row in x]).to(dtype)
-    assert torch.equal(kernels.linear(x, make_panels(weight), columns=70), expected)
+    assert torch.equal(native.linear(x, make_panels(weight), columns=70), expected)
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])

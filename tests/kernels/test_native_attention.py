@@ -7,13 +7,7 @@ import itertools
 
 import pytest
 import torch
-from kernel_calls import (
-    ISA_NAMES,
-    Kernels,
-    NativeKernelsUnavailable,
-    native_kernels,
-    plain_kernels,
-)
+from kernel_calls import Kernels, native_kernels, plain_kernels
 from kernel_pools import PAGE_TOKENS, AttentionPool, make_layout
 from kernel_steps import AttentionRun, Schedule, some_sinks
 
@@ -26,13 +20,9 @@ TAIL = 21
 """Tokens at its end that are looked at."""
 
 
-@pytest.fixture(params=ISA_NAMES)
-def kernels(request: pytest.FixtureRequest) -> Kernels:
-    """The native kernels with each instruction set of this machine."""
-    try:
-        return native_kernels(request.param)
-    except (NativeKernelsUnavailable, ValueError) as error:
-        pytest.skip(str(error))
+@pytest.fixture
+def kernels(native: Kernels) -> Kernels:
+    return native
 
 
 def _requests(

@@ -46,11 +46,9 @@ def test_an_order_says_which_input_each_column_multiplies() -> None:
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_row_has_one_value(
-    kernels: Kernels, kind: str, shape: tuple[int, int, int], dtype: torch.dtype
+    native: Kernels, kind: str, shape: tuple[int, int, int], dtype: torch.dtype
 ) -> None:
     """For any number of rows, and threads; near to that of the weight in float64."""
-    if kernels.name == "plain":
-        pytest.skip("plain torch dequantises")
     rows, columns, group_size = shape
     first = SHAPES.index(shape) + KINDS.index(kind)
     for scale_dtype in (SCALES[first % 5], SCALES[(first + 3) % 5]):
@@ -60,7 +58,7 @@ def test_a_row_has_one_value(
             x, bias = torch.randn(150, columns).to(dtype), torch.randn(rows).to(dtype)
             by_row = zeros or scales_cells(kind, scale_dtype)
             x_scales = torch.rand(150, 1 if by_row else -(-columns // group_size)) + 0.5
-            expected = kernels.packed_linear(x, panels, group_size, bias, rows, x_scales)
+            expected = native.packed_linear(x, panels, group_size, bias, rows, x_scales)
             size = columns if by_row else group_size
             by_column = x_scales.repeat_interleave(size, 1)[:, :columns]
             scaled = x.double() * by_column.double()
@@ -70,7 +68,7 @@ def test_a_row_has_one_value(
             for threads in (1, 2):
                 torch.set_num_threads(threads)
                 for own in (slice(0, 150), slice(7, 8), slice(3, 20), slice(10, 75), slice(4, 7)):
-                    found = kernels.packed_linear(
+                    found = native.packed_linear(
                         x[own], panels, group_size, bias, rows, x_scales[own]
                     )
                     assert torch.equal(found, expected[own])
@@ -79,12 +77,10 @@ def test_a_row_has_one_value(
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("zeros", [False, True])
 def test_whole_inputs(
-    kernels: Kernels, shape: tuple[int, int, int], zeros: bool, dtype: torch.dtype
+    native: Kernels, shape: tuple[int, int, int], zeros: bool, dtype: torch.dtype
 ) -> None:
     """Their sums are exact while float32 holds them, so that they are those of floats, bit by bit;
     beyond that a row has one value all the same."""
-    if kernels.name == "plain":
-        pytest.skip("plain torch dequantises")
     rows, columns, group_size = shape
     weight = packed_weight("int8", rows, columns, group_size, torch.float32, zeros)
     panels, bias = weight.make_panels(), torch.randn(rows).to(dtype)
@@ -92,7 +88,7 @@ def test_whole_inputs(
     for largest in (20, 128):
         x = torch.randint(-largest, largest, (150, columns)).to(dtype)
         found, floats = (
-            kernels.packed_linear(x, panels, group_size, bias, rows, x_scales, is_whole)
+            native.packed_linear(x, panels, group_size, bias, rows, x_scales, is_whole)
             for is_whole in (True, False)
         )
         if largest == 20 or not zeros:
@@ -104,7 +100,7 @@ def test_whole_inputs(
         for threads in (1, 2):
             torch.set_num_threads(threads)
             for own in (slice(7, 8), slice(3, 20), slice(10, 75), slice(4, 7)):
-                again = kernels.packed_linear(
+                again = native.packed_linear(
                     x[own], panels, group_size, bias, rows, x_scales[own], True
                 )
                 assert torch.equal(again, found[own])
@@ -125,16 +121,14 @@ def test_tables_of_whole_numbers(kernels: Kernels, first: int, zeros: bool) -> N
         assert (found - expected[rows]).abs().max() < 2e-6 * expected.abs().max()
 
 
-def test_bfloat16_weights_are_not_rounded(kernels: Kernels) -> None:
+def test_bfloat16_weights_are_not_rounded(native: Kernels) -> None:
     """A scale that bfloat16 cannot hold comes into the sums as it is."""
-    if kernels.name == "plain":
-        pytest.skip("plain torch dequantises")
     weight = packed_weight("int4", 3, 64, 64, torch.float32, False)
     weight.scales.fill_(1 + 2**-9)
     x = torch.zeros(1, 64, dtype=torch.bfloat16)
     x[0, ::7] = 256.0
     expected = (x.double() @ weight.dequantise(torch.float32).double().t()).to(torch.bfloat16)
-    assert torch.equal(kernels.packed_linear(x, weight.make_panels(), 64, None, 3), expected)
+    assert torch.equal(native.packed_linear(x, weight.make_panels(), 64, None, 3), expected)
 
 
 @pytest.mark.parametrize("group_size", [2, 6, 7, 8, 10, 11, 600])

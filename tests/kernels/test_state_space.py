@@ -218,10 +218,8 @@ def test_a_request_without_tokens_keeps_its_state(layer: Layer) -> None:
     assert (layer.states[3] == 1.5).all()
 
 
-def test_blocks_outside_of_the_pool_are_an_error(kernels: Kernels) -> None:
-    if kernels.name == "plain":
-        pytest.skip("torch checks")
-    layer = Layer(kernels, SIZES[0], torch.float32)
+def test_blocks_outside_of_the_pool_are_an_error(native: Kernels) -> None:
+    layer = Layer(native, SIZES[0], torch.float32)
     for plan in (make_plan([12], [False]), make_plan([1], [False], [[(2, -1)]])):
         with pytest.raises(RuntimeError, match="state_space_scan: a slot, block id"):
             layer.run([range(4)], plan, [0])
