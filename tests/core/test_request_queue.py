@@ -16,13 +16,13 @@ from vllm.v1.request import Request
 Policy = Literal["fcfs", "priority"]
 
 
-def request(name: str, priority: int = 0) -> Request:
+def request(name: str, priority: int = 0, arrival_time: float = 0.0) -> Request:
     return Request(
         EngineCoreRequest(
             request_id=name,
             prompt_token_ids=[1],
             sampling_params=SamplingParams(),
-            arrival_time=0.0,
+            arrival_time=arrival_time,
             priority=priority,
         )
     )
@@ -42,6 +42,16 @@ def test_who_was_preempted_comes_first_of_its_rank(policy: Policy, order: str) -
         queue.put_back(one)
     assert [one.request_id for one in queue] == list(order)
     assert [queue.pop().request_id for _ in range(len(queue))] == list(order)
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+def test_a_clock_that_is_set_back_changes_no_order(policy: Policy) -> None:
+    queue = RequestQueue(policy)
+    for name, arrival_time in [("a", 100.0), ("b", 40.0), ("c", 41.0), ("d", -1.0)]:
+        queue.add(request(name, arrival_time=arrival_time))
+    first = queue.pop()
+    queue.put_back(first)
+    assert [queue.pop().request_id for _ in range(4)] == list("abcd")
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])

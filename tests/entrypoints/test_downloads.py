@@ -22,6 +22,7 @@ from safetensors.torch import save_file
 
 from tests.entrypoints.gate_harness import Gate, GateState, error_of, gate, wait_until
 from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_options import HiddenStatesOptions
 from vllm.entrypoints.openai import downloads as download_routes
 from vllm.entrypoints.openai import hidden_states_store
 from vllm.entrypoints.openai.cli_args import ServerSettings
@@ -62,7 +63,8 @@ class Clock:
 
 def make_store(folder: Path, clock: Callable[[], float] | None = None, **options: Any) -> Any:
     options = {"enable_hidden_states_download": True, **options}
-    return HiddenStatesStore(str(folder), ServerSettings(**options), clock or Clock())
+    storage = HiddenStatesOptions(shared_storage_path=str(folder))
+    return HiddenStatesStore(storage, ServerSettings(**options), clock or Clock())
 
 
 @pytest.mark.parametrize(
@@ -274,6 +276,31 @@ def test_quota(tmp_path: Path) -> None:
         assert paths[0].exists() and not paths[1].exists(), "the oldest that nobody reads"
     store.check_quota()
     assert store.num_files == 2
+
+
+@pytest.mark.parametrize("name", ["sub/deep/a.safetensors", "rows", "a b.safetensors"])
+def test_files_that_clients_named_count_too(tmp_path: Path, name: str) -> None:
+    """They have an age and a size, though no download: neither quota nor age is got round."""
+    clock = Clock()
+    path = tmp_path / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    make_file(path.parent, "made").rename(path)
+    quota = path.stat().st_size / GIB
+    store = make_store(tmp_path, clock, hidden_states_quota_gib=quota, hidden_states_ttl=100)
+    with downloads(store) as server:
+        assert httpx.get(f"{server.url}/url", params={"path": str(path)}).json() is None
+        for spelling in (name, name.replace("/", "%2F"), f".%2F{name}", f"./{name}"):
+            reply = httpx.get(f"{server.url}/v1/hidden_states/{spelling}")
+            assert reply.status_code == 404
+    with pytest.raises(QuotaExceededError):
+        store.check_quota()
+    outside = tmp_path.parent / f"{tmp_path.name}-beside"
+    outside.mkdir()
+    assert store.add(str(make_file(outside))) is None and store.num_files == 1
+    clock.now += 101
+    store.sweep()
+    assert store.num_files == 0 and not path.exists()
+    store.check_quota()
 
 
 def test_a_download_holds_its_file(tmp_path: Path) -> None:

@@ -199,6 +199,43 @@ def test_addresses_stand_beside_paths(tiny_llama: Path, tmp_path: Path, referenc
         assert full.status_code == 507 and "quota" in full.json()["error"]["message"]
 
 
+def test_who_wants_no_file_needs_no_room(tiny_llama: Path, tmp_path: Path, reference: LLM) -> None:
+    """Files in a subfolder fill the quota; then only requests that would write are refused."""
+    settings = ServerSettings(hidden_states_quota_gib=1e-6)
+    options = {"extract_only_when_asked": True, "allow_custom_save_path": "inside"}
+    body = {"prompt": [1, 2, 3], "max_tokens": 1}
+    with (
+        live_server(tiny_llama, tmp_path, settings=settings, connector=options) as server,
+        server.client() as http,
+    ):
+        asked = body | {"kv_transfer_params": {PATH: "sub/mine.bin"}}
+        check_file(post(http, **asked)["kv_transfer_params"], [1, 2, 3], reference)
+        for params in ({}, {PATH: "sub/mine.bin"}):
+            refused = http.post("/v1/completions", json=body | {"kv_transfer_params": params})
+            assert refused.status_code == 507
+        assert post(http, **body)["kv_transfer_params"] is None
+        several = body | {"n": 2, "temperature": 1.0}
+        assert len(post(http, **several)["choices"]) == 2
+
+
+@pytest.mark.parametrize("several", [{"n": 2, "temperature": 1.0}, {"prompt": [[1, 2], [3]]}])
+def test_one_path_for_several_files(
+    tiny_llama: Path, tmp_path: Path, reference: LLM, several: dict[str, Any]
+) -> None:
+    """It is refused before anything runs, and leaves nothing; the path is free again."""
+    body = {"prompt": [1, 2, 3], "max_tokens": 1, "kv_transfer_params": {PATH: "mine"}}
+    options = {"allow_custom_save_path": "inside"}
+    with (
+        live_server(tiny_llama, tmp_path, connector=options) as server,
+        server.client() as http,
+    ):
+        refused = http.post("/v1/completions", json=body | several)
+        assert refused.status_code == 400, refused.text
+        assert "this request has 2 choices" in refused.json()["error"]["message"]
+        assert list(tmp_path.iterdir()) == []
+        check_file(post(http, **body)["kv_transfer_params"], [1, 2, 3], reference)
+
+
 def test_files_of_a_multi_connector_can_be_fetched(
     tiny_llama: Path, tmp_path: Path, reference: LLM
 ) -> None:

@@ -16,6 +16,7 @@ import pytest
 from fastapi import FastAPI
 
 from tests.entrypoints.gate_harness import GateState, gate, serving
+from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_options import HiddenStatesOptions
 from vllm.entrypoints.openai import pages
 from vllm.entrypoints.openai.api_server import EXAMPLES, build_app
 from vllm.entrypoints.openai.cli_args import ServerSettings
@@ -226,7 +227,8 @@ def test_the_curve_has_axes_from_its_first_point_on(tmp_path: Path) -> None:
 
 def test_errors_and_storage_are_named(state: GateState, tmp_path: Path) -> None:
     """The numbers of a real answer of /metrics reach the page."""
-    store = HiddenStatesStore(str(tmp_path), ServerSettings(hidden_states_quota_gib=2.0))
+    storage = HiddenStatesOptions(shared_storage_path=str(tmp_path))
+    store = HiddenStatesStore(storage, ServerSettings(hidden_states_quota_gib=2.0))
     for number in range(2):
         path = tmp_path / f"cmpl-{number}.safetensors"
         path.write_bytes(bytes(1 << 20))

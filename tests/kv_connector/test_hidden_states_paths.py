@@ -102,6 +102,19 @@ def test_names_as_long_as_a_file_system_takes(
         assert "at most 255 bytes" in harness.failures["r"] and os.listdir(storage) == []
 
 
+def test_a_lock_that_is_a_link_is_not_opened(
+    make_harness: MakeHarness, storage: Path, tmp_path: Path
+) -> None:
+    harness = make_harness(options={"allow_custom_save_path": "inside"})
+    (storage / "a.lock").symlink_to(tmp_path / "made")
+    harness.add("r", 3, {"hidden_states_path": "a"})
+    harness.step({"r": 3})
+    harness.finish("r")
+    harness.idle_until_done("r")
+    assert "r" in harness.failures
+    assert not (tmp_path / "made").exists() and os.listdir(storage) == ["a.lock"]
+
+
 def test_any_path_when_the_server_says_so(make_harness: MakeHarness, tmp_path: Path) -> None:
     harness = make_harness(options={"allow_custom_save_path": True})
     wanted = tmp_path / "elsewhere" / "a.safetensors"

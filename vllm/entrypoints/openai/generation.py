@@ -22,7 +22,12 @@ from pydantic import BaseModel
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from vllm.entrypoints.openai.errors import MEANT_FOR_CLIENTS, as_api_error, failed
+from vllm.entrypoints.openai.errors import (
+    MEANT_FOR_CLIENTS,
+    as_api_error,
+    bad_request,
+    failed,
+)
 from vllm.entrypoints.openai.limits import reply_files
 from vllm.entrypoints.openai.protocol import GenerationBody, StreamOptions, told_of_unknown
 from vllm.entrypoints.openai.request_prompts import (
@@ -44,6 +49,7 @@ from vllm.inputs import ParsedPrompt
 from vllm.logger import init_logger
 from vllm.outputs import CompletionOutput, Logprob, PromptLogprobs, RequestOutput
 from vllm.utils.async_utils import merge_async_iterators
+from vllm.utils.text import brief
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.input_processor import ProcessedInput
 from vllm.v1.engine.renderer_threads import LONG_BYTES
@@ -145,9 +151,19 @@ class Generation(ABC, Generic[BodyT]):
         options = self.wanted()
         check_max_tokens(options.max_tokens, self.state.max_model_len)
         prompts = [fit(self.state, one, self.body, options.max_tokens) for one in options.prompts]
+        self._check_path(len(prompts) * (self.body.n or 1))
         self.requests = [
             self._process(index, prompt, options) for index, prompt in enumerate(prompts)
         ]
+
+    def _check_path(self, num_choices: int) -> None:
+        """Raise ApiError if several choices would write the file at one path, one after another."""
+        path = (self.body.kv_transfer_params or {}).get("hidden_states_path")
+        if num_choices > 1 and path is not None and self.state.lets_clients_name_files:
+            raise bad_request(
+                f"hidden_states_path={brief(path)} is one path, and this request has {num_choices} "
+                "choices; give each its own request and path, or leave the path out"
+            )
 
     def _process(self, index: int, prompt: ParsedPrompt, options: Wanted) -> ProcessedInput:
         state, body, max_tokens = self.state, self.body, options.max_tokens
@@ -200,8 +216,9 @@ class Generation(ABC, Generic[BodyT]):
         Raises ValueError or ApiError if the request cannot be served, or fails before that.
         """
         await self.prepare()
-        if self.state.store is not None and self.state.extracts:
-            self.state.store.check_quota()
+        store, params = self.state.store, self.body.kv_transfer_params
+        if store is not None and store.writes_file(params):
+            store.check_quota()
         if self.body.stream:
             chunks = self._chunks()
             return EventStream(self._events(await anext(chunks), chunks))

@@ -55,7 +55,13 @@ _OUR_METADATA = {"engine_version", "checksum.hidden_states", "checksum.token_ids
 
 
 def storage_folder(config: VllmConfig) -> str | None:
-    """Return the folder of our connector's files; None if no such connector is configured."""
+    """Return the folder of our connector's files; None if there is none."""
+    options = storage_options(config)
+    return None if options is None else options.shared_storage_path
+
+
+def storage_options(config: VllmConfig) -> HiddenStatesOptions | None:
+    """Return the options of our connector; None if no such connector is configured."""
     transfer = config.connector_config
     if transfer is None or config.speculative_config is None:
         return None
@@ -63,8 +69,7 @@ def storage_folder(config: VllmConfig) -> str | None:
     for part in sub_connector_configs(transfer) if is_multi else [transfer]:
         is_ours = issubclass(find_connector_class(part), ExampleHiddenStatesConnector)
         if is_ours and part.is_kv_producer:
-            options = HiddenStatesOptions.among(part.kv_connector_extra_config)
-            return options.shared_storage_path
+            return HiddenStatesOptions.among(part.kv_connector_extra_config)
     return None
 
 
@@ -93,16 +98,17 @@ class StoredFile:
 class HiddenStatesStore:
     """The files of one server, for use on the event loop's thread only.
 
-    ``clock``: returns monotonic seconds.
+    ``storage``: the connector's options. ``clock``: returns monotonic seconds.
     """
 
     def __init__(
         self,
-        folder: str,
+        storage: HiddenStatesOptions,
         settings: ServerSettings,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.folder = os.path.realpath(folder)
+        self.folder = os.path.realpath(storage.shared_storage_path)
+        self.writes_file = storage.writes_file
         self.can_download = settings.enable_hidden_states_download
         self._ttl_seconds = settings.hidden_states_ttl
         quota = settings.hidden_states_quota_gib
@@ -127,14 +133,14 @@ class HiddenStatesStore:
         }
         if not any(options.values()):
             return None
-        folder = storage_folder(config)
-        if folder is None:
+        storage = storage_options(config)
+        if storage is None:
             raise ValueError(
                 f"{max(options, key=options.__getitem__)} has no effect: this server writes no "
                 "hidden-state files that it knows of; set speculative_config and a "
                 "kv_transfer_config with ExampleHiddenStatesConnector, or leave it out"
             )
-        return cls(folder, settings)
+        return cls(storage, settings)
 
     @property
     def num_files(self) -> int:
@@ -150,23 +156,26 @@ class HiddenStatesStore:
     def url_for(self, request: Request, path: str) -> str | None:
         """Add a file that a reply names, and return its download URL.
 
-        Returns None if downloads are off, or the file is outside the folder.
+        Returns None if downloads are off, or the file is not directly in the folder.
         """
         file_id = self.add(path)
-        if file_id is None or not self.can_download:
+        if file_id is None or not self.can_download or "/" in file_id:
             return None
         return f"{str(request.base_url).rstrip('/')}/v1/hidden_states/{file_id}"
 
     def add(self, path: str, age_seconds: float = 0.0) -> str | None:
-        """Add a complete file; returns its id, or None if it is not directly in the folder.
+        """Add a complete file; returns its id, or None if it is outside the folder.
 
-        Files with an age must be added oldest first, before all others.
+        A file in a subfolder, or with a name that no download could have, counts for age and quota
+        only: its id has a slash. Files with an age must be added oldest first, before all others.
         """
         folder, name = os.path.split(path)
-        file_id = name.removesuffix(_SUFFIX)
-        is_own = name.endswith(_SUFFIX) and _FILE_ID.fullmatch(file_id) is not None
-        if not is_own or os.path.realpath(folder) != self.folder:
+        folder, file_id = os.path.realpath(folder), name.removesuffix(_SUFFIX)
+        is_inside = os.path.join(folder, "").startswith(os.path.join(self.folder, ""))
+        if not is_inside or name.endswith(".lock"):
             return None
+        if folder != self.folder or file_id == name or not _FILE_ID.fullmatch(file_id):
+            file_id = os.path.join(os.path.relpath(folder, self.folder), name)
         try:
             status = os.stat(path, follow_symlinks=False)
         except OSError:  # a client took it, or it was removed

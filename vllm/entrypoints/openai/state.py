@@ -16,6 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connecto
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_tracker import TRANSFER_PARAMS
 from vllm.entrypoints.openai.errors import ApiError
+from vllm.entrypoints.openai.hidden_states_store import storage_options
 from vllm.transformers_utils.tokenizer import make_decoder
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.version import __version__
@@ -83,6 +84,12 @@ class ServerState:
     def extracts(self) -> bool:
         """True if requests extract hidden states."""
         return self.engine.vllm_config.speculative_config is not None
+
+    @cached_property
+    def lets_clients_name_files(self) -> bool:
+        """True if a request may name the path of its file."""
+        options = storage_options(self.engine.vllm_config)
+        return options is not None and options.allow_custom_save_path is not False
 
     def unknown_transfer_keys(self, params: Mapping[str, object]) -> list[str]:
         """Return the keys of ``kv_transfer_params`` without effect. Connectors other than the one

@@ -62,7 +62,9 @@ def wait_until_unlocked(path: str) -> None:
 
 def _open_locked(path: str) -> int:
     while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        # A link could lead anywhere, and the folder may be open to others.
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        descriptor = os.open(path, flags, 0o644)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # A client may have removed the old file between the two calls.

@@ -13,20 +13,18 @@ from vllm.v1.request import Request
 class RequestQueue:
     """A waiting queue: adding, peeking and removing never scan all of it.
 
-    "fcfs": first come, first served. "priority": the lowest ``priority`` first, then the earliest
-    arrival, then the first queued.
+    "fcfs": first come, first served. "priority": the lowest ``priority`` first, then the first
+    queued. Neither reads a clock, because clocks are set.
     """
 
     def __init__(self, policy: Literal["fcfs", "priority"]) -> None:
         self._is_fcfs = policy == "fcfs"
-        self._heap: list[tuple[tuple[int, float, int], Request]] = []
+        self._heap: list[tuple[tuple[int, int], Request]] = []
         self._waiting: dict[str, Request] = {}
         self._counter = itertools.count(1)
 
-    def _rank(self, request: Request) -> tuple[int, float, int]:
-        if self._is_fcfs:
-            return 0, 0.0, request.arrival_order
-        return request.priority, request.arrival_time, request.arrival_order
+    def _rank(self, request: Request) -> tuple[int, int]:
+        return 0 if self._is_fcfs else request.priority, request.arrival_order
 
     def _push(self, request: Request) -> None:
         self._waiting[request.request_id] = request

@@ -289,9 +289,8 @@ class Scheduler:
 
     def _choose_victim(self) -> Request:
         if self.config.policy == "priority":
-            # Of equals the last: it has run for the shortest time. Otherwise two requests
-            # could evict each other forever.
-            return max(reversed(self.running), key=lambda r: (r.priority, r.arrival_time))
+            # Of equals the last to arrive, or two requests could evict each other forever.
+            return max(self.running, key=lambda r: (r.priority, r.arrival_order))
         return self.running[-1]
 
     def _preempt(self, request: Request, step: StepPlan) -> None:

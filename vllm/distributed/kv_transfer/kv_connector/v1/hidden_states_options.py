@@ -63,6 +63,10 @@ class HiddenStatesOptions:
                 f"{error.strerror}; name a folder where this user may create files"
             ) from error
 
+    def writes_file(self, params: Mapping[str, Any] | None) -> bool:
+        """Return whether a request with these ``kv_transfer_params`` gets a file."""
+        return params is not None or not self.extract_only_when_asked
+
     def save_path(self, request_id: str, params: Mapping[str, Any]) -> str:
         """Return the path of a request's file; it is not checked, see :meth:`check_save_path`."""
         custom = params.get("hidden_states_path")

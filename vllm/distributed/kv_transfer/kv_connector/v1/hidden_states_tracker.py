@@ -218,10 +218,9 @@ class RowTracker:
         """Return the state of a new request; None if no file is wanted."""
         extra = new.sampling_params.extra_args or {}
         params = extra.get("kv_transfer_params")
-        if params is None:
-            if self._options.extract_only_when_asked:
-                return None
-            params = {}
+        if not self._options.writes_file(params):
+            return None
+        params = params or {}
         all_rows = params.get("include_output_tokens", False)
         return _Progress(
             path=self._options.save_path(new.req_id, params),
