@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from vllm.sampling_params import SamplingParams
-from vllm.v1.sample.metadata import SamplerRow, SamplingMetadata, takes_most_likely
+from vllm.v1.sample.metadata import LogitEdits, SamplerRow, SamplingMetadata, takes_most_likely
 from vllm.v1.sample.sampler import Sampler, SamplerOutput
 
 
@@ -18,7 +18,7 @@ def make_row(
     """A row with a fresh generator of its seed (0 by default)."""
     params = SamplingParams(**settings)
     generator = None if params.is_greedy else torch.Generator().manual_seed(params.seed or 0)
-    return SamplerRow(params, prompt or [1], output or [], generator)
+    return SamplerRow(params, prompt or [1], output or [], LogitEdits(params), generator)
 
 
 def run(logits: torch.Tensor, rows: list[SamplerRow]) -> SamplerOutput:

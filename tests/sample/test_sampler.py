@@ -14,7 +14,7 @@ import torch
 from tests.sample.sampler_harness import make_row, naive_probabilities, run, softmax
 from vllm.sampling_params import SamplingParams
 from vllm.v1.sample.logprobs import gather_logprobs
-from vllm.v1.sample.metadata import bad_endings
+from vllm.v1.sample.metadata import LogitEdits
 
 
 def random_logits(rows: int, vocab: int, seed: int = 0, scale: float = 2.0) -> torch.Tensor:
@@ -149,7 +149,7 @@ def test_penalties_match_the_definition(as_array: bool) -> None:
         expected[token] -= 0.7 * count - 0.3
     row = make_row(prompt, output, temperature=0.0, **params)
     if as_array:
-        row = type(row)(row.sampling_params, np.array(prompt), np.array(output))
+        row = replace(row, prompt_token_ids=np.array(prompt), output_token_ids=np.array(output))
     from vllm.v1.sample.logits_processors import edit_logits
 
     edited = logits[0].clone()
@@ -165,7 +165,7 @@ def test_allowed_bias_bad_words_and_minimum_length() -> None:
         bad = settings.pop("bad", [])
         row = make_row(output=output, temperature=0.0, **settings)
         row.sampling_params.set_bad_words_token_ids(bad)
-        row = replace(row, bad_endings=bad_endings(row.sampling_params))
+        row = replace(row, edits=LogitEdits(row.sampling_params))
         return run(logits, [row]).sampled_token_ids[0]
 
     assert greedy(allowed_token_ids=[2, 4]) == 2
@@ -178,6 +178,21 @@ def test_allowed_bias_bad_words_and_minimum_length() -> None:
     assert greedy(stop_token_ids=[0], min_tokens=2) == 1
     assert greedy(output=[1, 1], stop_token_ids=[0], min_tokens=2) == 0
     assert greedy(allowed_token_ids=[3, 4], logit_bias={4: 5.0}, bad=[[3]]) == 4
+
+
+def test_settings_become_tensors_once() -> None:
+    """However many tokens a request samples: a list may have as many ids as the vocabulary."""
+    vocab = 5000
+    ids, bias = list(range(1, vocab, 2)), {token: 1.0 + token % 3 for token in range(0, vocab, 4)}
+    row = make_row(temperature=0.0, allowed_token_ids=ids, logit_bias=bias)
+    first = row.edits.on(torch.device("cpu"))
+    for seed in range(3):
+        logits = random_logits(1, vocab, seed)
+        expected = torch.full((vocab,), float("-inf"))
+        expected[ids] = logits[0, ids]
+        expected[list(bias)] += torch.tensor(list(bias.values()))
+        assert run(logits, [row]).sampled_token_ids == [int(expected.argmax())]
+        assert all(x is y for x, y in zip(first, row.edits.on(torch.device("cpu")), strict=True))
 
 
 def test_logprobs_are_of_the_raw_logits() -> None:

@@ -24,21 +24,20 @@ _NEVER = float("-inf")
 
 def edit_logits(logits: torch.Tensor, row: SamplerRow) -> None:
     """Apply all that ``row`` asks for to its logits, float32 [vocab]."""
-    params = row.sampling_params
-    if params.allowed_token_ids:
-        keep_only(logits, params.allowed_token_ids)
-    if row.bad_endings is not None:
-        forbid(logits, row.bad_endings.after(row.output_token_ids))
+    params, edits = row.sampling_params, row.edits
+    allowed, biased, bias = edits.on(logits.device)
+    if allowed is not None:
+        keep_only(logits, allowed)
+    if edits.bad_endings is not None:
+        forbid(logits, edits.bad_endings.after(row.output_token_ids))
     if len(row.output_token_ids) < params.min_tokens:
         forbid(logits, params.all_stop_token_ids)
-    if params.logit_bias:
-        tokens = _on_device(logits, list(params.logit_bias), np.int64)
-        logits[tokens] += _on_device(logits, list(params.logit_bias.values()), np.float32)
+    if biased is not None and bias is not None:
+        logits[biased] += bias
     apply_penalties(logits, params, row.prompt_token_ids, row.output_token_ids)
 
 
-def keep_only(logits: torch.Tensor, token_ids: Collection[int]) -> None:
-    tokens = _on_device(logits, list(token_ids), np.int64)
+def keep_only(logits: torch.Tensor, tokens: torch.Tensor) -> None:
     kept = logits[tokens]
     logits.fill_(_NEVER)
     logits[tokens] = kept

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from vllm.sampling_params import SamplingParams
+from vllm.utils.transfers import to_device
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -40,6 +41,29 @@ class BadEndings:
         return found
 
 
+class LogitEdits:
+    """What a request's settings change in its logits at every token, prepared once."""
+
+    def __init__(self, params: SamplingParams) -> None:
+        sequences = params.bad_words_token_ids
+        self.bad_endings = BadEndings(sequences) if sequences else None
+        allowed, bias = params.allowed_token_ids, params.logit_bias
+        self._arrays = (
+            np.asarray(allowed, np.int64) if allowed else None,
+            np.asarray(list(bias), np.int64) if bias else None,
+            np.asarray(list(bias.values()), np.float32) if bias else None,
+        )
+        self._tensors: tuple[torch.Tensor | None, ...] | None = None
+
+    def on(self, device: torch.device) -> tuple[torch.Tensor | None, ...]:
+        """Return allowed tokens, tokens with a bias, and their bias on the device of the logits,
+        the same at each call."""
+        if self._tensors is None:
+            arrays = self._arrays
+            self._tensors = tuple(None if x is None else to_device(x, device) for x in arrays)
+        return self._tensors
+
+
 @dataclass(frozen=True)
 class SamplerRow:
     """One row of the logits: the request that samples its next token there.
@@ -51,8 +75,8 @@ class SamplerRow:
     sampling_params: SamplingParams
     prompt_token_ids: TokenIds
     output_token_ids: TokenIds
+    edits: LogitEdits
     generator: torch.Generator | None = None
-    bad_endings: BadEndings | None = None
 
 
 @dataclass(frozen=True)
@@ -85,12 +109,6 @@ class SamplingMetadata:
 def takes_most_likely(params: SamplingParams) -> bool:
     """Return whether rows with these settings always give just their most likely token."""
     return params.is_greedy and params.logprobs is None and not _changes_logits(params, 0)
-
-
-def bad_endings(params: SamplingParams) -> BadEndings | None:
-    """Return the index of the request's ``bad_words``; None: it has none."""
-    sequences = params.bad_words_token_ids
-    return BadEndings(sequences) if sequences else None
 
 
 def _changes_logits(params: SamplingParams, num_output_tokens: int) -> bool:

@@ -15,7 +15,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.utils.transfers import to_device
 from vllm.v1.cache_kinds.base import KVCacheConfig, StepInputs
 from vllm.v1.core.sched.output import StateSnapshot
-from vllm.v1.sample.metadata import bad_endings, takes_most_likely
+from vllm.v1.sample.metadata import LogitEdits, takes_most_likely
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -72,7 +72,7 @@ class RequestState:
         self.sampling_params = sampling_params
         self.takes_most_likely = takes_most_likely(sampling_params)
         self.generator = generator
-        self.bad_endings = bad_endings(sampling_params)
+        self.edits = LogitEdits(sampling_params)
         self.num_prompt_tokens = len(prompt_token_ids)
         self.num_prompt_logprobs = 0
         """Prompt positions whose log-probabilities were reported."""

@@ -149,8 +149,8 @@ class StepSampler:
             # The tokens of a prompt given as embeddings are not known.
             tokens[: 0 if state.prompt_embeds is not None else state.num_prompt_tokens],
             tokens[state.num_prompt_tokens :],
+            state.edits,
             state.generator,
-            state.bad_endings,
         )
 
     def _prompt_logprobs(
