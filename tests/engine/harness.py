@@ -18,7 +18,7 @@ from vllm.outputs import RequestOutput
 VOCABULARY = 300
 
 
-def extraction_config(layers: Sequence[int], folder: Path, **extra: Any) -> dict[str, Any]:
+def extraction_config(layers: Sequence[int | str], folder: Path, **extra: Any) -> dict[str, Any]:
     """The arguments of LLM that switch extraction on, as upstream spells them."""
     return {
         "speculative_config": {

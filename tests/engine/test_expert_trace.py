@@ -159,6 +159,26 @@ def test_files_have_what_extract_gives(
         assert from_folder.expert_layers == samples[0].expert_layers
 
 
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+def test_files_of_preempted_requests(family: str, checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """Rows that left before the preemption and those after it, prefix hits among them."""
+    folder, prompts = checkpoint(family), random_prompts(3, [90, 64, 129, 90, 17, 33] * 2)
+    layers: list[int | str] = [4, "norm", 0, "norm"]
+    with engine(folder, expert_trace=True) as llm:
+        alone = [traces(llm, [prompt], layers=layers)[0] for prompt in prompts]
+    few = {"num_gpu_blocks_override": 26, "max_model_len": 160, "long_prefill_token_threshold": 16}
+    config = extraction_config(layers, tmp_path)
+    with engine(folder, expert_trace=True, **few, **config) as llm:
+        for _ in range(2):
+            outputs = llm.generate(prompts, greedy(4), use_tqdm=False)
+            for sample, output in zip(alone, outputs, strict=True):
+                assert output.kv_transfer_params is not None
+                tensors = load_hidden_states(output.kv_transfer_params["hidden_states_path"])
+                for name, tensor in sample.tensors.items():
+                    assert torch.equal(tensors[name], tensor), name
+        assert core_of(llm).stats().num_preemptions > 0
+
+
 def test_datasets_keep_them(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path / "model", "qwen3_moe")
     data = tmp_path / "data.jsonl"

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import re
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from unittest.mock import Mock
@@ -11,11 +15,13 @@ import pytest
 from tests.extract.fake_engine import DEADLY_TOKEN, FAILING_TOKEN, MARKER
 from tests.extract.job_harness import check_rows, digests, run, token_lists, write_token_ids
 from tests.hidden_states.sample_data import make_samples, make_settings
+from vllm.entrypoints.extract import processes
 from vllm.entrypoints.extract import worker as worker_module
 from vllm.entrypoints.extract.plan import PlannedSample
 from vllm.entrypoints.extract.unit_queue import MAX_ATTEMPTS, Progress, UnitQueue
 from vllm.exceptions import Failure, FailureKind
 from vllm.hidden_states.sample import FailedSample
+from vllm.utils import stop_watch
 
 LISTS = token_lists(1, 60)
 LISTS[31] = [4, DEADLY_TOKEN, 5]
@@ -50,6 +56,39 @@ def test_two_processes_one_dies(
     assert run(tiny_llama, data, output, data_parallel_size=2) == 0
     assert marker.exists()
     check_rows(output, LISTS)
+    assert digests(output) == expected
+
+
+def test_a_stopped_process_is_named(
+    tiny_llama: Path,
+    data: Path,
+    tmp_path: Path,
+    expected: dict[str, str],
+    marker: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It keeps the others waiting until it goes on; nothing is lost."""
+    marker.touch()
+    monkeypatch.setattr(stop_watch, "STOPPED_SECONDS", 0.5)
+    output = tmp_path / "output"
+
+    class Stopper(stop_watch.StopWatch):
+        """Stops the first worker, and lets it go on once it is named."""
+
+        def __init__(self, name: str, pid: int) -> None:
+            super().__init__(name, pid)
+            if name == "worker 0":
+                os.kill(pid, signal.SIGSTOP)
+
+        def check(self) -> bool:
+            if is_long := super().check():
+                os.kill(self._pid, signal.SIGCONT)
+            return is_long
+
+    monkeypatch.setattr(processes, "StopWatch", Stopper)
+    assert run(tiny_llama, data, output, data_parallel_size=2) == 0
+    assert re.search(r"worker 0 \(process \d+\) has been stopped for \d+ s by SIGSTOP", caplog.text)
     assert digests(output) == expected
 
 
@@ -185,3 +224,8 @@ def test_a_sample_that_is_missing_in_its_unit_is_noticed(tmp_path: Path) -> None
         writing.write(item(3))
     writing.close()
     assert not list(tmp_path.rglob("*.json"))
+
+
+def test_a_limit_on_files_is_named() -> None:
+    error = OSError(errno.EFBIG, os.strerror(errno.EFBIG))
+    assert "raise the limit (ulimit -f)" in worker_module.why_ended(error).message

@@ -46,6 +46,9 @@ def check_entries(content: Mapping[str, Any]) -> None:
             raise ValueError(f"config.json: {name}={value!r} has to be even")
         if name == "text_config" and isinstance(value, Mapping):
             check_entries(value)
+        is_list = isinstance(value, list) and all(isinstance(one, str) for one in value)
+        if name == "architectures" and value is not None and not is_list:
+            raise ValueError(f"config.json: {name}={value!r} has to be a list of class names")
 
 
 def check_number(name: str, value: object, which: str, least: int) -> None:

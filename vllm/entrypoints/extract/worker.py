@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -287,5 +288,10 @@ def why_ended(error: BaseException) -> Failure:
         message = (
             f"the disk is full ({error}). Finished units are kept: free some space, and run the "
             "same command again"
+        )
+    elif isinstance(error, OSError) and error.errno == errno.EFBIG:
+        message = (
+            f"a file would be larger than this process may write ({error}). Finished units are "
+            "kept: raise the limit (ulimit -f), and run the same command again"
         )
     return Failure(kind, message)
