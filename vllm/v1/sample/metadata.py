@@ -42,7 +42,7 @@ class BadEndings:
 
 
 class LogitEdits:
-    """What a request's settings change in its logits at every token, prepared once."""
+    """The settings of a request that change its logits at every token, prepared once."""
 
     def __init__(self, params: SamplingParams) -> None:
         sequences = params.bad_words_token_ids
