@@ -324,8 +324,8 @@ def test_rows_that_nobody_computes_do_not_leave(
                 patched.setattr(
                     extraction,
                     "ExtractionSpec",
-                    lambda layers, rows, *other, p=forged, **named: ExtractionSpec(
-                        layers, rows and p, *other, **named
+                    lambda *, positions, p=forged, **named: ExtractionSpec(
+                        positions=positions and p, **named
                     ),
                 )
                 prompts = [ExtractRequest(ids), ExtractRequest(ids, positions=[1, 2, 3])]

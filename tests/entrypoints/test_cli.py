@@ -250,7 +250,7 @@ def test_help_begins_with_the_most_used_flags(
     text = shown(capsys, command, "--help")
     first, _, rest = text.partition("The other flags, by group:")
     names = [flag.split()[0] for flag in parser.most_used]
-    assert len(names) == (4 if command == "models" else 12)
+    assert len(names) == (5 if command == "models" else 12)
     for name in names:
         assert parser.option(name) is not None, name
         assert re.search(rf"^  {name} .*[\w)]$", first, re.MULTILINE)

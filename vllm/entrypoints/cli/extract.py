@@ -20,8 +20,6 @@ _MOST_USED = {
     "--layers IDS": 'layers such as "2,12,last", ":" (all) or "eagle3"; 0 is the embedding',
     "--output FOLDER": "folder of the dataset; the same command resumes it",
     "--positions WHICH": "tokens whose rows are kept: all, last, every:K or mask",
-    "--mask RULE": "tokens of conversations that count: answers, last-answer, with ,before ...",
-    "--pack N": "join the texts and cut them into samples of N tokens",
     "--pooling HOW": "one row for each sample: mean or last",
     "--format FORMAT": "sharded, files, or speculators",
     "--storage-dtype TYPE": "dtype of the stored rows: auto, float32, bfloat16, float16, fp8",
