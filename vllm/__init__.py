@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput as CompletionOutput
     from vllm.outputs import RequestOutput as RequestOutput
     from vllm.sampling_params import SamplingParams as SamplingParams
+    from vllm.steering import SteeringVector as SteeringVector
     from vllm.v1.engine.async_llm import AsyncLLM as AsyncLLM
     from vllm.v1.engine.llm_engine import LLMEngine as LLMEngine
 
@@ -36,6 +37,7 @@ _MODULE_OF = {
     "PromptType": "vllm.inputs",
     "RequestOutput": "vllm.outputs",
     "SamplingParams": "vllm.sampling_params",
+    "SteeringVector": "vllm.steering",
     "TextPrompt": "vllm.inputs",
     "TokensPrompt": "vllm.inputs",
 }

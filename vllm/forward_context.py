@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -74,6 +74,17 @@ class CachedLayer:
     """The view that ``register_kv_caches`` gave."""
 
 
+class Addition(NamedTuple):
+    """A vector that is added to the stream of some tokens of a step."""
+
+    tokens: slice | torch.Tensor
+    """Tokens of the flat batch: a slice, or int64."""
+    vector: torch.Tensor
+    """float32 [hidden]"""
+    norm_match: bool
+    """True: it is multiplied by the norm of the stream at the token."""
+
+
 @dataclass(frozen=True)
 class ForwardContext:
     """One step's metadata by layer name, and the sink of captured rows."""
@@ -85,6 +96,8 @@ class ForwardContext:
     the norm, but no LM head. None: everything."""
     no_compile_layers: Mapping[str, CachedLayer] = field(default_factory=dict)
     """Layers with a cache, by name, if there is a connector."""
+    steering: Mapping[int, Sequence[Addition]] | None = None
+    """Vectors to add to the stream, by boundary; None: none in this step."""
     rotary_positions: torch.Tensor | None = None
     """int64 [tokens], for a model with longrope: positions in its tables, in which the table for
     long sequences follows the one for short ones."""

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, NoReturn, get_type_hints
 import msgspec
 
 from vllm.exceptions import VLLMValidationError
+from vllm.steering import SteeringSpec, steering_specs
 from vllm.utils.text import brief
 
 _GREEDY_BELOW_TEMPERATURE = 1e-5
@@ -70,6 +71,8 @@ class SamplingParams(msgspec.Struct, kw_only=True):
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
     extra_args: dict[str, Any] | None = None
+    steering: list[SteeringSpec] | None = None
+    """Vectors that are added to the stream; given as :class:`vllm.SteeringVector`."""
 
     _all_stop_token_ids: set[int] = msgspec.field(default_factory=set)
     _bad_words_token_ids: list[list[int]] = msgspec.field(default_factory=list)
@@ -86,6 +89,7 @@ class SamplingParams(msgspec.Struct, kw_only=True):
         self.stop = [self.stop] if isinstance(self.stop, str) else _as_list(self.stop)
         self.stop_token_ids = _as_list(self.stop_token_ids)
         self.bad_words = _as_list(self.bad_words)
+        self.steering = None if self.steering is None else steering_specs(self.steering) or None
         self.logprobs = 1 if self.logprobs is True else self.logprobs
         self.prompt_logprobs = 1 if self.prompt_logprobs is True else self.prompt_logprobs
         self.seed = None if _is_integer(self.seed) and self.seed == -1 else self.seed

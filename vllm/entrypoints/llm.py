@@ -18,6 +18,7 @@ from vllm.hidden_states.sample import FailedSample, HiddenStatesSample
 from vllm.inputs import PromptType, as_prompt_list
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.steering import SteeringVector
 from vllm.transformers_utils.chat_template import (
     ChatMessage,
     ContentFormat,
@@ -158,6 +159,7 @@ class LLM:
         sampling_params: SamplingParams | None = ...,
         hooks: Sequence[str] | str | None = ...,
         mask: str | None = ...,
+        steering: SteeringVector | Sequence[SteeringVector] | None = ...,
         use_tqdm: ProgressBar = ...,
     ) -> Iterator[HiddenStatesSample]: ...
 
@@ -179,6 +181,7 @@ class LLM:
         sampling_params: SamplingParams | None = ...,
         hooks: Sequence[str] | str | None = ...,
         mask: str | None = ...,
+        steering: SteeringVector | Sequence[SteeringVector] | None = ...,
         use_tqdm: ProgressBar = ...,
     ) -> Iterator[HiddenStatesSample | FailedSample]: ...
 
@@ -199,6 +202,7 @@ class LLM:
         sampling_params: SamplingParams | None = None,
         hooks: Sequence[str] | str | None = None,
         mask: str | None = None,
+        steering: SteeringVector | Sequence[SteeringVector] | None = None,
         use_tqdm: ProgressBar = False,
     ) -> Iterator[HiddenStatesSample | FailedSample]:
         """Yield the hidden states of prompts, one sample per prompt, as they are computed.
@@ -238,6 +242,7 @@ class LLM:
                 may be left out.
             mask: rule of the loss mask of conversations: ``"answers"`` or ``"last-answer"``, with
                 ``",before"`` and ``",no-boilerplate"`` behind it.
+            steering: :class:`vllm.SteeringVector`, or a list of them, that are added to the stream.
             use_tqdm: as for :meth:`generate`.
 
         Raises:
@@ -249,7 +254,7 @@ class LLM:
         settings = ExtractionSettings(
             *(layers, positions, dtype, ordered, on_error, max_in_flight, pooling),
             *(add_special_tokens, top_logprobs, logprob_temperature, sampling_params, hooks),
-            mask,
+            *(mask, steering),
         )
         engine = self.llm_engine
         feed = ExtractionFeed(

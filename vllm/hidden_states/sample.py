@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from vllm.inputs import Conversation, PromptType
     from vllm.outputs import CompletionOutput
     from vllm.sampling_params import SamplingParams
+    from vllm.steering import SteeringVector
 
 """The reduction of a prompt's rows to one: their mean, or the last of them."""
 
@@ -53,6 +54,8 @@ class ExtractRequest:
     """Divides the logits before their softmax."""
     sampling_params: SamplingParams | None = None
     """Generate with these settings; the rows are those of prompt and output."""
+    steering: SteeringVector | Sequence[SteeringVector] | None = None
+    """Vectors to add to the stream; rows are taken after the addition."""
     hooks: Sequence[str] | str | None = None
     """Names of hook points inside layers whose values to keep with each row."""
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from vllm.forward_context import HIDDEN_STATES, get_forward_context
+from vllm.forward_context import HIDDEN_STATES, Addition, get_forward_context
 from vllm.utils.boundaries import LayerId
 
 Stream = tuple[torch.Tensor, torch.Tensor | None]
@@ -33,12 +33,31 @@ def run_decoder_layers(
     requested = sink.layer_ids if sink is not None else frozenset[LayerId]()
     layer_id = 0
     for layer in layers:
+        if context.steering is not None:
+            steer(context.steering.get(layer_id, ()), hidden_states, residual)
         if sink is not None and layer_id in requested:
             sink.put(HIDDEN_STATES, layer_id, hidden_states, residual)
         if layer_id == context.num_layers_to_run:
             return hidden_states, residual
         hidden_states, residual = layer(positions, hidden_states, residual)
         layer_id += 1
+    if context.steering is not None:
+        steer(context.steering.get(layer_id, ()), hidden_states, residual)
     if sink is not None and layer_id in requested:
         sink.put(HIDDEN_STATES, layer_id, hidden_states, residual)
     return hidden_states, residual
+
+
+def steer(
+    additions: Iterable[Addition], hidden_states: torch.Tensor, residual: torch.Tensor | None
+) -> None:
+    """Add vectors to the stream ``hidden_states (+ residual)``, [tokens, hidden], in place.
+
+    Other tokens keep their bits. Sums are computed in float32.
+    """
+    for tokens, vector, norm_match in additions:
+        branch = hidden_states[tokens].float()
+        if norm_match:
+            stream = branch if residual is None else branch + residual[tokens].float()
+            vector = stream.norm(dim=-1, keepdim=True) * vector
+        hidden_states[tokens] = (branch + vector).to(hidden_states.dtype)

@@ -95,6 +95,15 @@ class KnowsHeadInput(Protocol):
 
 
 @runtime_checkable
+class MayNotBeSteered(Protocol):
+    """Can add vectors to its stream in some ways of running only."""
+
+    def why_no_steering(self) -> str | None:
+        """Return why it cannot add vectors; None: it can."""
+        ...
+
+
+@runtime_checkable
 class SupportsPromptEmbeds(Protocol):
     """Needs no token ids if it gets ``inputs_embeds``, which enter the first layer."""
 

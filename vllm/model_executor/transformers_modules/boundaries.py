@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
@@ -11,8 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from vllm.forward_context import HIDDEN_STATES, RowSink
+from vllm.forward_context import HIDDEN_STATES, Addition, RowSink
+from vllm.model_executor.models.decoder_loop import steer
 
+Steering = Mapping[int, Sequence[Addition]]
+"""What is added to the stream, by boundary; tokens are those of the pass."""
 _SURVEY_TOKENS = 3
 
 
@@ -138,9 +141,10 @@ class Boundaries:
         self.running = [index for index in range(len(layers)) if index not in skipped]
         """Indices of the layers that run."""
         self._width = width * num_streams
-        self._num_streams = num_streams
+        self.num_streams = num_streams
         self._dtype = dtype
         self._sink: RowSink | None = None
+        self._steering: Steering = {}
         self._num_layers_to_run: int | None = None
         self._layers_begun: list[int] | None = None
         ends = [-1, *self.running]
@@ -150,12 +154,19 @@ class Boundaries:
         layers[ends[-1]].register_forward_hook(self._after_last)
 
     @contextmanager
-    def watch(self, sink: RowSink | None, num_layers_to_run: int | None) -> Iterator[None]:
+    def watch(
+        self,
+        sink: RowSink | None,
+        num_layers_to_run: int | None,
+        steering: Steering | None = None,
+    ) -> Iterator[None]:
         """Watch one pass: its rows go to ``sink``, and layers from that index on do not run.
+        ``steering`` is added to the stream.
 
         RuntimeError: the layers did not run in their order, once each.
         """
         self._sink, self._num_layers_to_run = sink, num_layers_to_run
+        self._steering = steering or {}
         begun = self._layers_begun = []
         is_over = False
         try:
@@ -166,6 +177,7 @@ class Boundaries:
             raise
         finally:
             self._sink, self._num_layers_to_run, self._layers_begun = None, None, None
+            self._steering = {}
             last = self.num_layers if num_layers_to_run is None else num_layers_to_run
             wanted = [index for index in self.running if index < last]
             if is_over and begun != wanted:
@@ -184,34 +196,53 @@ class Boundaries:
     def _before(self, indices: range) -> Callable[..., None]:
         """Make the hook before the last of these layers; those before it do not run."""
 
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if self._layers_begun is None:
-                return
+                return None
+            stream = args[0] if args else kwargs.get("hidden_states")
+            steered = stream
             for index in indices:
-                self._at_boundary(index, args[0] if args else kwargs.get("hidden_states"))
+                steered = self._at_boundary(index, steered)
             self._layers_begun.append(indices[-1])
+            if steered is stream:
+                return None
+            if args:
+                return (steered, *args[1:]), kwargs
+            return args, {**kwargs, "hidden_states": steered}
 
         return hook
 
-    def _after_last(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if self._layers_begun is not None:
-            for index in range(self.running[-1] + 1, self.num_layers + 1):
-                self._at_boundary(index, output if torch.is_tensor(output) else output[0])
+    def _after_last(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        if self._layers_begun is None:
+            return None
+        stream = output if torch.is_tensor(output) else output[0]
+        steered = stream
+        for index in range(self.running[-1] + 1, self.num_layers + 1):
+            steered = self._at_boundary(index, steered)
+        if steered is stream:
+            return None
+        return steered if torch.is_tensor(output) else (steered, *output[1:])
 
-    def _at_boundary(self, layer_id: int, stream: Any) -> None:
+    def _at_boundary(self, layer_id: int, stream: Any) -> Any:
+        """Return the stream, with what is added to it here."""
+        additions = self._steering.get(layer_id)
+        if additions:
+            stream = stream.clone()
+            steer(additions, stream.view(-1, stream.shape[-1]), None)
         hidden = self._as_rows(stream, layer_id)
         if self._sink is not None and layer_id in self._sink.layer_ids:
             self._sink.put(HIDDEN_STATES, layer_id, hidden, None)
         if layer_id == self._num_layers_to_run:
             raise LayersDoneError(hidden)
+        return stream
 
     def _as_rows(self, stream: Any, layer_id: int) -> torch.Tensor:
         """[1, tokens, hidden] or [tokens, hidden] -> [tokens, hidden] in the model's dtype.
 
         With several streams: [1, tokens, streams, hidden] or [streams, 1, tokens, hidden].
         """
-        if torch.is_tensor(stream) and stream.dim() == 4 and self._num_streams > 1:
-            is_first = len(stream) == self._num_streams and stream.shape[1] == 1
+        if torch.is_tensor(stream) and stream.dim() == 4 and self.num_streams > 1:
+            is_first = len(stream) == self.num_streams and stream.shape[1] == 1
             stream = (stream.movedim(0, 2) if is_first else stream).flatten(2)
         shape = tuple(stream.shape) if torch.is_tensor(stream) else type(stream).__name__
         if not torch.is_tensor(stream) or stream.shape[-1] != self._width:

@@ -230,6 +230,14 @@ class TransformersForCausalLM(nn.Module):
             return None
         return "no norm follows its last layer, so 'last' is what comes before the head"
 
+    def why_no_steering(self) -> str | None:
+        """Return why vectors cannot be added to the stream; None: they can."""
+        if self.boundaries.num_streams > 1:
+            return "it has several residual streams"
+        if isinstance(self.sequences, OneSequence):
+            return None
+        return "as a module of transformers it runs one request after another"
+
     def find_hook_points(self, dtype: torch.dtype) -> HookPoints:
         """Find the modules of decoder layers that return one tensor of a row per token."""
         names = {module: name for name, module in self.causal_lm.named_modules()}

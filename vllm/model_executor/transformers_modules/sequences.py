@@ -53,7 +53,8 @@ class Sequences(nn.Module, ABC):
     def _hidden_of(self, decode: Callable[[], Any], sink: RowSink | None) -> torch.Tensor:
         """Return the result [tokens, hidden] of a pass through the layers that the step needs."""
         try:
-            with self._boundaries.watch(sink, get_forward_context().num_layers_to_run):
+            context = get_forward_context()
+            with self._boundaries.watch(sink, context.num_layers_to_run, context.steering):
                 hidden: torch.Tensor = decode()[0][0]
         except LayersDoneError as done:
             hidden = done.hidden

@@ -31,6 +31,7 @@ from vllm.inputs import PromptType
 from vllm.logger import init_logger
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.steering import SteeringVector
 from vllm.v1.engine import EngineCoreOutput, FinishReason
 from vllm.v1.engine.core_client import AsyncCoreClient, CoreHandle
 from vllm.v1.engine.core_messages import (
@@ -298,12 +299,13 @@ class AsyncLLM(EngineFrontEnd):
         sampling_params: SamplingParams | None = None,
         hooks: Sequence[str] | str | None = None,
         mask: str | None = None,
+        steering: SteeringVector | Sequence[SteeringVector] | None = None,
     ) -> AsyncGenerator[HiddenStatesSample | FailedSample, None]:
         """Do what :meth:`vllm.LLM.extract` does, asynchronously; ``prompts`` may be async, too."""
         settings = ExtractionSettings(
             *(layers, positions, dtype, ordered, on_error, max_in_flight, pooling),
             *(add_special_tokens, top_logprobs, logprob_temperature, sampling_params, hooks),
-            mask,
+            *(mask, steering),
         )
         await self.start()
         is_async = isinstance(prompts, AsyncIterable)

@@ -22,6 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.exceptions import Failure, FailureError, FailureKind, kind_of
 from vllm.logger import init_logger
 from vllm.plugins import load_general_plugins
+from vllm.steering import SteeringSpec
 from vllm.utils.boundaries import NORM, LayerId, num_layers_to_run
 from vllm.utils.math_utils import cdiv
 from vllm.v1.cache_kinds.base import KVCacheConfig
@@ -208,6 +209,8 @@ class EngineCore:
                 f"has no log-probabilities: {reason}; use extract(), or max_tokens=0 with a "
                 "connector, or a checkpoint that has its LM head"
             )
+        if message.sampling_params.steering:
+            self._check_steering(message.sampling_params.steering)
         if message.extraction is not None:
             if self._deepest_layer is not None:
                 raise ValueError(
@@ -221,6 +224,23 @@ class EngineCore:
         if request.num_layers_to_run is not None:
             request.num_layers_to_run = max(request.num_layers_to_run, self._least_layers_to_run)
         self.scheduler.add_request(request)
+
+    def _check_steering(self, specs: Sequence[SteeringSpec]) -> None:
+        """Raise ValueError if the model cannot add these vectors."""
+        model_config = self.vllm_config.model_config
+        if (reason := self.executor.no_steering_reason()) is not None:
+            architectures = ", ".join(model_config.architectures)
+            raise ValueError(f"steering: {architectures} cannot be steered: {reason}")
+        num_layers, width = model_config.get_total_num_hidden_layers(), model_config.get_row_size()
+        for spec in specs:
+            if spec.layer_id > num_layers:
+                raise ValueError(
+                    f"steering layers={spec.layer_id}: layer ids go from 0 to {num_layers}"
+                )
+            if spec.width != width:
+                raise ValueError(
+                    f"steering vectors: {spec.width} elements, but the stream has {width}"
+                )
 
     def _measure(self, spec: ExtractionSpec) -> tuple[ExtractionSpec, int]:
         """Return the spec with the size of its rows, and how many layers run for it.

@@ -33,6 +33,7 @@ from vllm.hidden_states.sample import (
 from vllm.inputs import PromptType, is_conversation, is_token_sequence
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.steering import steering_specs
 from vllm.transformers_utils.answer_masks import parse_mask_rule
 from vllm.transformers_utils.answer_spans import render_masked
 from vllm.transformers_utils.chat_template import ChatOptions, render_chat
@@ -72,6 +73,7 @@ class ExtractionSettings:
     sampling_params: SamplingParams | None = None
     hooks: Sequence[str] | str | None = None
     mask: str | None = None
+    steering: Any = None
 
     def __post_init__(self) -> None:
         if self.on_error not in ("raise", "yield"):
@@ -85,6 +87,8 @@ class ExtractionSettings:
         check_logprobs(self.top_logprobs, self.logprob_temperature)
         storage_dtype(self.dtype)
         checked_hooks(self.hooks)
+        if self.steering is not None:
+            steering_specs(self.steering)
 
 
 @dataclass(frozen=True)
@@ -248,6 +252,10 @@ class ExtractionFeed:
             settings.add_special_tokens if adds is None else adds,
             params,
         )
+        steering = settings.steering if options.steering is None else options.steering
+        if steering is not None:
+            sampling = processed.request.sampling_params
+            sampling.steering = [*(sampling.steering or ()), *steering_specs(steering)] or None
         token_ids = processed.request.prompt_token_ids
         positions = settings.positions if options.positions is None else options.positions
         mask = None

@@ -39,6 +39,10 @@ class UniProcExecutor:
         """Return why rows cannot have the state after the final norm; None: they can."""
         return self.worker.model_runner.no_norm_reason
 
+    def no_steering_reason(self) -> str | None:
+        """Return why nothing can be added to the model's stream; None: it can."""
+        return self.worker.model_runner.no_steering_reason
+
     def no_head_reason(self) -> str | None:
         """Return why the model computes no logits; None: it does."""
         return self.worker.model_runner.no_head_reason

@@ -34,6 +34,7 @@ from vllm.model_executor.model_loader.loader import get_model
 from vllm.model_executor.models.interfaces import (
     KnowsHeadInput,
     MayLackHead,
+    MayNotBeSteered,
     check_takes_embeds,
     supports_eagle3,
     supports_row_capture,
@@ -71,6 +72,7 @@ from vllm.v1.worker.recorded_steps import (
 )
 from vllm.v1.worker.row_extractor import RowExtractor
 from vllm.v1.worker.step_sampler import SampledTokens, StepSampler
+from vllm.v1.worker.step_steering import steering_of, vectors_of
 from vllm.v1.worker.worker_connector import WorkerConnector
 
 logger = init_logger(__name__)
@@ -304,6 +306,8 @@ class GPUModelRunner:
                 embeds,
                 None if new.extraction is None else new.extraction.token_after,
             )
+            vectors = vectors_of(new.sampling_params.steering, self.device)
+            self.requests[new.req_id].steering_vectors = vectors
         cached = scheduled.scheduled_cached_reqs
         for req_id, block_ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
             if block_ids is None:
@@ -379,6 +383,7 @@ class GPUModelRunner:
             capture,
             depth,
             self._layers_in_pass,
+            steering_of(batch, self.device),
             None if rotary is None else to_device(rotary, self.device),
         )
 
@@ -459,12 +464,14 @@ class GPUModelRunner:
         return recorded.prepare(batch, self.sampler.fill_in)
 
     def _needs_more(self, batch: StepBatch, scheduled: SchedulerOutput) -> bool:
-        """Return whether a step does more than decode: keep states, hand out rows, stop early."""
+        """Return whether a step does more than decode: keep states, hand out rows, steer, or stop
+        early."""
         keeps_states = any(state.req_id in scheduled.state_snapshots for state in batch.states)
         hands_out_rows = any(state.rows is not None for state in batch.states)
+        is_steered = any(state.steering_vectors for state in batch.states)
         has_embeds = any(state.prompt_embeds is not None for state in batch.states)
         is_shorter = scheduled.num_layers_to_run is not None
-        return keeps_states or hands_out_rows or has_embeds or is_shorter
+        return keeps_states or hands_out_rows or has_embeds or is_steered or is_shorter
 
     def forward(
         self,
@@ -528,6 +535,15 @@ class GPUModelRunner:
                 f"{sizes.get_hidden_size()}"
             )
         return self.model.why_no_norm() if isinstance(self.model, KnowsHeadInput) else None
+
+    @cached_property
+    def no_steering_reason(self) -> str | None:
+        """The reason why nothing can be added to the model's stream; None: it can."""
+        if isinstance(self.model, MayNotBeSteered):
+            return self.model.why_no_steering()
+        if not supports_row_capture(self.model):
+            return "it does not run its layers through run_decoder_layers"
+        return None
 
     @property
     def no_head_reason(self) -> str | None:

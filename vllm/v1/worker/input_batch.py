@@ -77,6 +77,8 @@ class RequestState:
         self.num_prompt_logprobs = 0
         """Prompt positions whose log-probabilities were reported."""
         self.tokens = IntVector(prompt_token_ids)
+        self.steering_vectors: list[torch.Tensor] = []
+        """Vectors of ``sampling_params.steering`` on the device."""
         self.rows = rows
         """Rows that the request hands to its caller, if it asked for some."""
         self.block_tables: list[IntVector] = []

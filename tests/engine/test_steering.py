@@ -1,0 +1,249 @@
+"""Steering: vectors added to the stream, against hooks that do the same in transformers."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engine.harness import engine, greedy, random_prompts
+from tests.models.families import SLICE
+from tests.models.oracle import relative_error
+from vllm import AsyncEngineArgs, AsyncLLM, SamplingParams, SteeringVector
+from vllm.hidden_states import ExtractRequest, FailedSample
+
+Checkpoint = Callable[..., Path]
+PROMPTS = random_prompts(81, [5, 33, 17])
+WIDTH = 72
+
+
+def vectors(layers: Sequence[int], **options: Any) -> SteeringVector:
+    drawn = torch.randn(len(layers), WIDTH, generator=torch.Generator().manual_seed(sum(layers)))
+    return SteeringVector(drawn, list(layers), **options)
+
+
+def row_size(llm: Any) -> int:
+    size: int = llm.llm_engine.model_config.get_row_size()
+    return size
+
+
+@torch.no_grad()
+def expected(
+    folder: Path, token_ids: list[int], steering: Sequence[SteeringVector], num_prompt_tokens: int
+) -> list[torch.Tensor]:
+    """Streams of plain transformers whose layers get what is added; the last leaves the layers."""
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(folder)
+    model_class = getattr(transformers, config.architectures[0])
+    options = {"dtype": torch.float32, "attn_implementation": "eager"}
+    model = model_class.from_pretrained(folder, **options).eval()
+    decoder = model.get_decoder()
+    decoder = getattr(decoder, "language_model", decoder)
+    decoder = getattr(decoder, "model", decoder)
+    layers = next(getattr(decoder, n) for n in ("layers", "h", "blocks") if hasattr(decoder, n))
+    streams: list[torch.Tensor] = []
+
+    def add(layer_id: int, stream: torch.Tensor) -> torch.Tensor:
+        stream = stream.clone()
+        for one in steering:
+            for own, vector in zip(one.layers, one.vectors, strict=True):  # type: ignore[arg-type]
+                if own != layer_id:
+                    continue
+                where = torch.arange(stream.shape[1])
+                if one.positions == "prompt":
+                    where = where[where < num_prompt_tokens]
+                elif one.positions == "generated":
+                    where = where[where >= num_prompt_tokens]
+                elif one.positions != "all":
+                    where = where[torch.isin(where, torch.tensor(list(one.positions)))]
+                added = one.scale * vector
+                if one.norm_match:
+                    norms = stream[:, where].norm(dim=-1, keepdim=True)
+                    added = one.scale * norms * vector / vector.norm()
+                stream[:, where] += added
+        streams.append(stream[0].clone())
+        return stream
+
+    def before(layer_id: int) -> Any:
+        def hook(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if args:
+                return (add(layer_id, args[0]), *args[1:]), kwargs
+            return args, {**kwargs, "hidden_states": add(layer_id, kwargs["hidden_states"])}
+
+        return hook
+
+    def after(_: Any, args: tuple[Any, ...], output: Any) -> Any:
+        stream = add(len(layers), output if torch.is_tensor(output) else output[0])
+        return stream if torch.is_tensor(output) else (stream, *output[1:])
+
+    for index, layer in enumerate(layers):
+        layer.register_forward_pre_hook(before(index), with_kwargs=True)
+    layers[-1].register_forward_hook(after)
+    logits = model(input_ids=torch.tensor([token_ids]), use_cache=False).logits[0]
+    return [*streams, logits]
+
+
+@pytest.mark.parametrize("family", SLICE)
+def test_rows_are_those_of_steered_transformers(family: str, checkpoint: Checkpoint) -> None:
+    """Several layers and kinds of positions at once, beside requests without, in chunks."""
+    folder = checkpoint(family)
+    with engine(folder, max_num_batched_tokens=16) as llm:
+        if row_size(llm) != WIDTH:
+            pytest.skip("its stream has another width")
+        steering = [
+            vectors([1, 3], scale=0.7),
+            vectors([2], scale=0.5, norm_match=True, positions=[0, 4, 20]),
+            vectors([0], positions="prompt"),
+            vectors([2], positions="generated", scale=9.0),
+        ]
+        num_layers = llm.llm_engine.model_config.get_total_num_hidden_layers()
+        layers = list(range(num_layers + 1))
+        requests = [ExtractRequest(prompt, steering=steering) for prompt in PROMPTS]
+        mixed = [x for pair in zip(requests, PROMPTS, strict=True) for x in pair]
+        samples = list(llm.extract(mixed, layers=layers))
+        plain = list(llm.extract(PROMPTS, layers=layers))
+    for prompt, steered, beside, other in zip(
+        PROMPTS, samples[::2], samples[1::2], plain, strict=True
+    ):
+        assert torch.equal(beside.hidden_states, other.hidden_states)
+        token_ids = prompt["prompt_token_ids"]
+        streams = expected(folder, token_ids, steering, len(token_ids))
+        for layer in layers:
+            rows = steered.hidden_states[:, layer]
+            assert relative_error(rows, streams[layer]) <= 1e-4, layer
+            assert relative_error(rows, other.hidden_states[:, layer]) > 1e-2
+
+
+@pytest.mark.parametrize("impl", ["auto", "transformers"])
+def test_generated_text(impl: str, checkpoint: Checkpoint) -> None:
+    """Vectors on generated tokens only, on prompts only, and on both; greedy tokens and rows."""
+    folder = checkpoint("llama")
+    with engine(folder, model_impl=impl, max_num_batched_tokens=16) as llm:
+        plain = [list(o.outputs[0].token_ids) for o in llm.generate(PROMPTS, greedy(8))]
+        for positions in ("all", "prompt", "generated"):
+            steering = [vectors([2], scale=4.0, positions=positions)]
+            params = SamplingParams(temperature=0, max_tokens=8, steering=steering, ignore_eos=True)
+            outputs = llm.generate(PROMPTS, params)
+            samples = list(llm.extract(PROMPTS, layers=[2, 3], sampling_params=params))
+            again = [list(o.outputs[0].token_ids) for o in llm.generate(PROMPTS, greedy(8))]
+            assert again == plain  # no prefix of a steered request serves others
+            for prompt, output, sample in zip(PROMPTS, outputs, samples, strict=True):
+                count = len(prompt["prompt_token_ids"])
+                text = [*prompt["prompt_token_ids"], *output.outputs[0].token_ids]
+                assert sample.token_ids.tolist() == text
+                *streams, logits = expected(folder, text, steering, count)
+                best = logits[count - 1 : -1].argmax(-1).tolist()
+                assert best == list(output.outputs[0].token_ids)
+                assert relative_error(sample.hidden_states[:, 1], streams[3]) <= 1e-4
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_5"])
+def test_bits_do_not_depend_on_what_runs_beside(family: str, checkpoint: Checkpoint) -> None:
+    """Chunks, prefix hits of the same vectors, a tiny pool, requests with other vectors."""
+    folder = checkpoint(family)
+    first, second = vectors([1], scale=2.0), vectors([2], norm_match=True)
+    with engine(folder, enable_prefix_caching=False) as llm:
+        alone = [
+            next(iter(llm.extract([prompt], layers=[3], steering=one))).hidden_states
+            for one in (first, second)
+            for prompt in PROMPTS
+        ]
+    with engine(folder, max_num_batched_tokens=16, num_gpu_blocks_override=34) as llm:
+        requests = [
+            ExtractRequest(prompt, steering=one, positions=positions)
+            for positions in ("all", "last")
+            for one in (first, second)
+            for prompt in PROMPTS
+        ]
+        for _ in range(2):
+            samples = list(llm.extract(requests, layers=[3]))
+            for whole, every, last in zip(alone, samples[:6], samples[6:], strict=True):
+                assert torch.equal(every.hidden_states, whole)
+                assert torch.equal(last.hidden_states, whole[-1:])
+
+
+def test_prefixes_are_kept_apart(checkpoint: Checkpoint) -> None:
+    """Another vector, scale or place is another prefix; the same ones share it."""
+    prompt = random_prompts(9, [64])[0]
+    with engine(checkpoint("llama")) as llm:
+
+        def cached(*steering: SteeringVector) -> int | None:
+            params = SamplingParams(max_tokens=1, temperature=0, steering=list(steering) or None)
+            (output,) = llm.generate([prompt], params)
+            count: int | None = output.num_cached_tokens
+            return count
+
+        assert not cached()
+        assert cached()
+        for one in (
+            vectors([1]),
+            vectors([2]),
+            vectors([1], scale=2.0),
+            vectors([1], positions=[3]),
+        ):
+            assert not cached(one)
+            assert cached(one)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: SteeringVector(torch.ones(WIDTH), -1), r"steering layers=-1: has to be"),
+        (lambda: SteeringVector(torch.ones(3, WIDTH), [1, 2]), r"vectors=.*each of the 2 layers"),
+        (lambda: SteeringVector(torch.ones(WIDTH) * math.nan, 1), r"vectors=.*has to be finite"),
+        (lambda: SteeringVector(torch.zeros(WIDTH), 1, norm_match=True), r"not zero with norm_mat"),
+        (lambda: SteeringVector(torch.ones(WIDTH).int(), 1), r"has to be a tensor of floats"),
+        (lambda: SteeringVector([1.0], 1), r"has to be a tensor of floats"),  # type: ignore[arg-type]
+        (lambda: SteeringVector(torch.ones(WIDTH), 1, scale=math.inf), r"scale=inf: has to be"),
+        (lambda: SteeringVector(torch.ones(WIDTH), 1, positions="some"),  # type: ignore[arg-type]
+         r"positions='some': has to be all, prompt, generated"),
+        (lambda: SamplingParams(steering=["x"]), r"steering='x': has to be a SteeringVector"),  # type: ignore[list-item]
+    ],
+)  # fmt: skip
+def test_values_that_cannot_be_used(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_what_does_not_fit_the_model_fails_alone(checkpoint: Checkpoint) -> None:
+    with engine(checkpoint("llama")) as llm:
+        for steering, message in (
+            (SteeringVector(torch.ones(WIDTH), 99), "steering layers=99: layer ids go from 0 to"),
+            (SteeringVector(torch.ones(8), 1), "steering vectors: 8 elements, but the stream has"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                llm.generate(PROMPTS[0], SamplingParams(steering=[steering]))  # type: ignore[list-item]
+            bad, good = llm.extract(
+                [ExtractRequest(PROMPTS[0], steering=steering), PROMPTS[1]],
+                layers=[1],
+                on_error="yield",
+            )
+            assert isinstance(bad, FailedSample) and message in bad.reason
+            assert not isinstance(good, FailedSample)
+    with engine(checkpoint("mamba2"), model_impl="transformers") as llm:
+        message = "cannot be steered: as a module of transformers it runs one request after another"
+        with pytest.raises(ValueError, match=message):
+            list(llm.extract(PROMPTS, layers=[1], steering=vectors([1])))
+
+
+def test_the_server_engine(checkpoint: Checkpoint) -> None:
+    """Through the messages between processes."""
+    folder, steering = checkpoint("llama"), vectors([1, 2], norm_match=True)
+    with engine(folder) as llm:
+        wanted = [s.hidden_states for s in llm.extract(PROMPTS, layers=[3], steering=steering)]
+
+    async def run() -> list[Any]:
+        async_llm = AsyncLLM.from_engine_args(AsyncEngineArgs(model=str(folder), max_model_len=256))
+        try:
+            return [s async for s in async_llm.extract(PROMPTS, layers=[3], steering=steering)]
+        finally:
+            await async_llm.shutdown()
+
+    for sample, rows in zip(asyncio.run(run()), wanted, strict=True):
+        assert torch.equal(sample.hidden_states, rows)

@@ -1,0 +1,120 @@
+"""Steering: vectors that are added to the residual stream of a request's tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+import msgspec
+
+from vllm.exceptions import VLLMValidationError
+from vllm.utils.text import brief
+
+if TYPE_CHECKING:
+    import torch
+
+Where = Literal["all", "prompt", "generated"]
+_MOST_VECTORS = 1024
+_LARGEST = 1e30
+
+
+class SteeringSpec(msgspec.Struct, frozen=True):
+    """One vector at one boundary, in the form in which a request carries it."""
+
+    layer_id: int
+    vector: bytes
+    """float32 [hidden], times the scale; of length 1 times the scale if ``norm_match``."""
+    positions: str | list[int] = "all"
+    norm_match: bool = False
+
+    @property
+    def width(self) -> int:
+        return len(self.vector) // 4
+
+
+@dataclass(frozen=True, eq=False)
+class SteeringVector:
+    """Adds ``scale * vectors[i]`` to the stream at boundary ``layers[i]``.
+
+    Rows are extracted after the addition, so the row of a steered boundary contains the vector.
+    ValueError: a value cannot be used.
+    """
+
+    vectors: torch.Tensor
+    """[hidden] for one layer, or [layers, hidden]; floats."""
+    layers: int | Sequence[int]
+    """Layer ids: i is the stream after i decoder layers."""
+    scale: float = 1.0
+    positions: Where | Sequence[int] = "all"
+    """Tokens to steer: all, those of the prompt, generated ones, or positions in the text."""
+    norm_match: bool = False
+    """True: the vector is first scaled to the norm of the stream at the token."""
+
+    def __post_init__(self) -> None:
+        self.specs()
+
+    def specs(self) -> list[SteeringSpec]:
+        """Return one spec per layer."""
+        import torch
+
+        layers: Any = [self.layers] if isinstance(self.layers, int) else self.layers
+        are_ids = isinstance(layers, list | tuple | range) and all(
+            isinstance(one, int) and not isinstance(one, bool) and one >= 0 for one in layers
+        )
+        if not are_ids:
+            _fail("layers", self.layers, "a layer id from 0 on, or a list of them")
+        given: object = self.vectors
+        if not torch.is_tensor(given) or not given.is_floating_point() or given.dim() > 2:
+            _fail("vectors", given, "a tensor of floats, [hidden] or [layers, hidden]")
+        rows = self.vectors.detach().float().cpu()
+        rows = rows[None] if rows.dim() == 1 else rows
+        if rows.dim() != 2 or len(rows) != len(layers) or not rows.shape[1]:
+            shape = tuple(self.vectors.shape)
+            _fail("vectors", shape, f"a row for each of the {len(layers)} layers")
+        scale: object = self.scale
+        if not isinstance(scale, int | float) or not abs(scale) <= _LARGEST:
+            _fail("scale", scale, "a finite number")
+        rows = rows / rows.norm(dim=1, keepdim=True) if self.norm_match else rows
+        rows = rows * float(self.scale)
+        if not rows.isfinite().all():
+            expected = "finite, also times the scale, and not zero with norm_match"
+            _fail("vectors", "...", expected)
+        where = _checked_positions(self.positions)
+        return [
+            SteeringSpec(layer, row.numpy().tobytes(), where, bool(self.norm_match))
+            for layer, row in zip(layers, rows.contiguous(), strict=True)
+        ]
+
+
+def _checked_positions(positions: object) -> str | list[int]:
+    if positions in ("all", "prompt", "generated"):
+        return str(positions)
+    are_positions = isinstance(positions, list | tuple | range) and all(
+        isinstance(one, int) and not isinstance(one, bool) and 0 <= one < 2**31 for one in positions
+    )
+    if not are_positions:
+        _fail("positions", positions, "all, prompt, generated, or a list of positions")
+    return sorted(set(cast("Iterable[int]", positions)))
+
+
+def steering_specs(value: object) -> list[SteeringSpec]:
+    """Return the specs of one vector or several. ValueError: they are something else."""
+    given = [value] if isinstance(value, SteeringVector | SteeringSpec) else value
+    specs: list[SteeringSpec] = []
+    for one in given if isinstance(given, list | tuple) else [given]:
+        if isinstance(one, SteeringSpec):
+            specs.append(one)
+        elif isinstance(one, SteeringVector):
+            specs += one.specs()
+        else:
+            _fail("steering", one, "a SteeringVector, or a list of them", prefix="")
+    if len(specs) > _MOST_VECTORS:
+        _fail("steering", f"{len(specs)} vectors", f"at most {_MOST_VECTORS}", prefix="")
+    return specs
+
+
+def _fail(name: str, value: object, expected: str, prefix: str = "steering ") -> None:
+    raise VLLMValidationError(
+        f"{prefix}{name}={brief(value)}: has to be {expected}", parameter="steering"
+    )
