@@ -15,7 +15,7 @@ from vllm.forward_context import HIDDEN_STATES, Addition, RowSink
 from vllm.model_executor.models.decoder_loop import steer
 
 Steering = Mapping[int, Sequence[Addition]]
-"""What is added to the stream, by boundary; tokens are those of the pass."""
+"""Vectors that are added to the stream, by boundary; tokens are those of the pass."""
 _SURVEY_TOKENS = 3
 
 
