@@ -76,6 +76,7 @@ def convert_dataset(
     read_as = None if dtype == "fp8" and not same else STORAGE_DTYPES[dtype]
     dataset = HiddenStatesDataset(source, dtype=read_as, verify="first_read")
     row_bytes = len(dataset.layer_ids) * dataset.hidden_size * STORAGE_DTYPES[dtype].itemsize
+    row_bytes += source_settings.request_bytes
     sizes = (dataset.num_rows(index) * row_bytes for index in range(len(dataset)))
     units = list(plan_units(sizes, cut_at(fmt, shard_bytes)))
     has_loss_mask = source_settings.has_loss_mask and fmt != "speculators"

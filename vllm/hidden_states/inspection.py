@@ -13,6 +13,7 @@ import torch
 from vllm.hidden_states.dataset import HiddenStatesDataset
 from vllm.hidden_states.manifest import sum_units
 from vllm.hidden_states.metadata import read_unit_records
+from vllm.hidden_states.tensor_file import dtype_name
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -87,7 +88,14 @@ def _settings_entries(dataset: HiddenStatesDataset) -> list[tuple[str, object]]:
         ("positions", settings.selection),
         *([("loss mask", settings.mask_rule)] if settings.mask_rule else []),
         ("engine version", settings.engine_version),
+        *settings.request_options.items(),
     ]
+    forms = {
+        name: f" {dtype_name(form.dtype)} {list(form.shape)}"
+        for name, form in settings.request_tensors.items()
+    }
+    if names := settings.stored_names.tensors:
+        entries.append(("other tensors", ", ".join(name + forms.get(name, "") for name in names)))
     if dataset.manifest is None:
         entries.append(("state", "not complete"))
     else:

@@ -19,12 +19,13 @@ import msgspec
 import torch
 
 from vllm.hidden_states.layer_ids import CONVENTION
-from vllm.hidden_states.names import DatasetFormat, Pooling
+from vllm.hidden_states.names import REQUEST_OPTIONS, DatasetFormat, Pooling
 from vllm.hidden_states.tensor_file import checksum, dtype_name
 from vllm.utils.boundaries import LayerId
 from vllm.utils.whole_files import remove_temporary, write_whole
 from vllm.v1.rows.fields import BUILT_IN, LOSS_MASK, StoredNames, find_field
 from vllm.v1.rows.fields.hidden import STORAGE_DTYPES
+from vllm.v1.rows.fields.layout import TensorForm
 from vllm.version import __version__
 
 SETTINGS_FILE = "settings.json"
@@ -36,6 +37,8 @@ ROW_TENSORS = "row_tensors"
 """Name of the option that lists tensors and constants of fields that are not built in."""
 MASK = "mask"
 """Name of the option, and in the metadata of files, of the rule of loss masks."""
+REQUEST_TENSORS = "request_tensors"
+"""Name of the option that lists the tensors for which requests ask, with their forms."""
 _HAS_LOSS_MASK = "has_loss_mask"
 _KERNELS = "kernels"
 _MAY_BE_UNKNOWN = (_KERNELS, "weights_sampled")
@@ -131,9 +134,30 @@ class DatasetSettings:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row of all layers, with its scales."""
+        """Bytes of a row of all layers, with its scales and the tensors of requests."""
         scale_bytes = 4 if self.dtype == "fp8" else 0
-        return len(self.layer_ids) * (self.hidden_size * self.torch_dtype.itemsize + scale_bytes)
+        layer_bytes = self.hidden_size * self.torch_dtype.itemsize + scale_bytes
+        return len(self.layer_ids) * layer_bytes + self.request_bytes
+
+    @cached_property
+    def request_tensors(self) -> dict[str, TensorForm]:
+        """Forms of the stored tensors for which requests ask, such as log-probabilities."""
+        stated = json.loads(self.options.get(REQUEST_TENSORS, "{}"))
+        return {
+            name: TensorForm(getattr(torch, dtype), tuple(shape))
+            for name, (dtype, shape) in stated.items()
+        }
+
+    @property
+    def request_bytes(self) -> int:
+        """Bytes of a token's part of these tensors."""
+        return sum(form.num_bytes for form in self.request_tensors.values())
+
+    @property
+    def request_options(self) -> dict[str, Any]:
+        """Options of the requests that give these tensors, by their names in ``extract()``."""
+        named = (name for name in REQUEST_OPTIONS if name in self.options)
+        return {name: json.loads(self.options[name]) for name in named}
 
     @property
     def metadata(self) -> dict[str, str]:
@@ -171,7 +195,8 @@ class DatasetSettings:
         """Names of the tensors and constants that samples carry besides hidden states."""
         built_in = [find_field(BUILT_IN[name]) for name in BUILT_IN if name in self.options]
         others = json.loads(self.options.get(ROW_TENSORS, "[[], []]"))
-        return StoredNames.of(built_in).plus([LOSS_MASK] * self.has_loss_mask, ()).plus(*others)
+        more = [*[LOSS_MASK] * self.has_loss_mask, *self.request_tensors]
+        return StoredNames.of(built_in).plus(more, ()).plus(*others)
 
     @property
     def has_loss_mask(self) -> bool:
@@ -239,13 +264,14 @@ class DatasetSettings:
         """Return the settings that a plan is made from; with :data:`_MAY_BE_UNKNOWN` they are all
         that rows depend on.
 
-        The path of a model is left out if there is a digest of its weights. So is the version of
-        the engine, whose ``values_version`` changes when values do.
+        The path of a model is left out if there is a digest of its weights. So are the version of
+        the engine, whose ``values_version`` changes when values do, and what follows from others.
         """
         settings = to_json(self)
         del settings["engine_version"]
         options = {**_OF_OLDER_DATASETS, **settings["options"]}
-        settings["options"] = {k: v for k, v in options.items() if k not in _MAY_BE_UNKNOWN}
+        left_out = (*_MAY_BE_UNKNOWN, REQUEST_TENSORS)
+        settings["options"] = {k: v for k, v in options.items() if k not in left_out}
         if options.get("weights"):
             del settings["model"]
         return settings

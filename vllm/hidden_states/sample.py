@@ -153,7 +153,7 @@ class HiddenStatesSample:
 
     @property
     def top_logprobs(self) -> torch.Tensor | None:
-        """float32 [rows, k], their log-probabilities."""
+        """float32 [rows, k], their log-probabilities; a dataset may store them as float16."""
         return self.tensors.get("top_logprobs")
 
     @property

@@ -128,6 +128,7 @@ class UnitWriter(ABC):
         _check_form(sample, self._settings)
         stored = dataclasses.replace(sample, index=sample_number, record=record_number)
         stored = in_dtype(stored, self._settings.torch_dtype)
+        stored = _with_forms(stored, self._settings)
         norms = _checked_norms(stored)
         self._write(stored, name)
         self._samples.append(sample_number)
@@ -273,17 +274,33 @@ class _FileWriter(UnitWriter):
         file.complete(others)
 
 
+def _with_forms(sample: HiddenStatesSample, settings: DatasetSettings) -> HiddenStatesSample:
+    """Return the sample with the tensors of requests in the forms that the dataset has; raises
+    HiddenStatesError if that cannot be, or it lacks a tensor."""
+    changed = {}
+    for name in settings.stored_names.tensors if len(sample.positions) else ():
+        tensor, form = sample.tensors.get(name), settings.request_tensors.get(name)
+        problem = None
+        if tensor is None:
+            problem = f"it has no {name}, which the dataset requires"
+        elif form is not None:
+            changed[name] = tensor.to(form.dtype)
+            if tuple(tensor.shape[1:]) != form.shape:
+                problem = f"its {name} have the shape {tuple(tensor.shape[1:])}, not {form.shape}"
+            elif not torch.equal(tensor.isfinite(), changed[name].isfinite()):
+                problem = f"its {name} are beyond the range of {dtype_name(form.dtype)}"
+        if problem is not None:
+            raise HiddenStatesError(sample.index, Failure(FailureKind.BAD_REQUEST, problem))
+    return sample.with_tensors(**changed)
+
+
 def _fields_of(
     stored: HiddenStatesSample, settings: DatasetSettings
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Return the tensors of its tokens besides hidden states, and the constants; both are empty
     for a sample without rows."""
     names = settings.stored_names
-    missing = [name for name in names.tensors if name not in stored.tensors]
-    if missing and len(stored.positions):
-        message = f"it has no {missing[0]}, which the dataset requires"
-        raise HiddenStatesError(stored.index, Failure(FailureKind.BAD_REQUEST, message))
-    if missing:
+    if not all(name in stored.tensors for name in names.tensors):
         return {}, {}
     tensors = {name: stored.tensors[name].contiguous() for name in names.tensors}
     return tensors, {name: torch.tensor(stored.constants[name]) for name in names.constants}

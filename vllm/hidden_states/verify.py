@@ -125,6 +125,10 @@ def _verify_content(file: SampleFile, settings: DatasetSettings | None) -> Itera
             yield f"{file.path}: rows of shape {tuple(shape[1:])}"
         if file.tensor("hidden_states", 0, 1).dtype != settings.torch_dtype:
             yield f"{file.path}: rows are not {settings.torch_dtype}"
+        for name, form in settings.request_tensors.items() if shape[0] else ():
+            stored = file.tensor(name, 0, 1)
+            if (stored.dtype, tuple(stored.shape[1:])) != form:
+                yield f"{file.path}: {name} are not {form.dtype} {list(form.shape)}"
     found = []
     for name, end in (("token_offsets", file.shape("token_ids")[0]), ("row_offsets", shape[0])):
         offsets = file.offsets(name)

@@ -7,7 +7,7 @@ from dataclasses import field
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from vllm.entrypoints.extract.records import InputFormat
-from vllm.hidden_states.names import DatasetFormat, Pooling
+from vllm.hidden_states.names import MOST_LOGPROBS, REQUEST_OPTIONS, DatasetFormat, Pooling
 from vllm.utils.checked import ABOVE_0, FINITE, at_least, at_most, config, refuse_unless
 from vllm.utils.options import Group, Option
 
@@ -25,6 +25,8 @@ _GENERATION = Group(
     "Generation", "Continue each prompt, and keep the rows of prompt and output (--generate)."
 )
 _CHECKS = Group("Checks", "Checks before and after the work.")
+_OF_LOGPROBS = {"logprob_temperature": 1.0, "logprob_dtype": "float32"}
+"""Options that mean nothing without top_logprobs, and their defaults."""
 
 
 @config(frozen=True)
@@ -102,6 +104,13 @@ class ExtractOptions:
     float32, or the "last" of them. "none": store all of them."""
     keep_columns: list[str] = field(default_factory=list)
     """Columns of the input, such as labels, to store with the samples."""
+    top_logprobs: Annotated[int, at_least(0), at_most(MOST_LOGPROBS)] = 0
+    """Store with each row the ids and log-probabilities of so many most likely next tokens, the
+    most likely first, and the log-probability of the token that follows. 0: none."""
+    logprob_temperature: Annotated[float, at_least(1e-4), at_most(1e4)] = 1.0
+    """Divides the logits before the softmax of top_logprobs."""
+    logprob_dtype: Literal["float32", "float16"] = "float32"
+    """Dtype of the stored top_logprobs; the token that follows always has float32."""
     storage_dtype: Literal["auto", "float32", "bfloat16", "float16", "fp8"] = "auto"
     """Dtype of the stored rows. "auto": the model's. "fp8": e4m3 with a scale for each row and
     layer."""
@@ -172,6 +181,11 @@ class ExtractOptions:
             is_read = self.positions == "mask" or self.stores_loss_mask
             advice = "set positions='mask', or store masks: loss_mask, no pooling"
             self._require("mask_column", is_read, advice)
+        for name, default in _OF_LOGPROBS.items():
+            is_used = bool(self.top_logprobs) or getattr(self, name) == default
+            self._require(name, is_used, "it belongs to top_logprobs, which is 0")
+        has_rows = self.pooling != "mean" or not self.top_logprobs
+        self._require("top_logprobs", has_rows, "with pooling='mean': they have no mean")
         if self.id_column is not None:
             is_named = self.format == "files"
             self._require("id_column", is_named, "it names the files of format='files'")
@@ -252,6 +266,12 @@ class ExtractOptions:
         from vllm.entrypoints.extract.generation import SAMPLING
 
         return {name: getattr(self, name) for name in SAMPLING}
+
+    @property
+    def request_options(self) -> dict[str, Any]:
+        """Options for more than hidden states of a token; empty if only those are stored."""
+        names = (*REQUEST_OPTIONS, *_OF_LOGPROBS) if self.top_logprobs else ()
+        return {name: getattr(self, name) for name in names}
 
     @property
     def stores_loss_mask(self) -> bool:

@@ -14,9 +14,9 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.extract.options import ExtractOptions
 from vllm.entrypoints.extract.prompts import PromptMaker
 from vllm.hidden_states.layer_ids import check_speculators, convention_of, resolve_layer_ids
-from vllm.hidden_states.metadata import ROW_TENSORS, DatasetSettings
+from vllm.hidden_states.metadata import REQUEST_TENSORS, ROW_TENSORS, DatasetSettings
 from vllm.hidden_states.positions import parse_positions
-from vllm.hidden_states.tensor_file import checksum
+from vllm.hidden_states.tensor_file import checksum, dtype_name
 from vllm.hidden_states.units import cut_at
 from vllm.logger import init_logger
 from vllm.ops.sources import kernels_of
@@ -26,6 +26,7 @@ from vllm.transformers_utils.tokenizer import load_tokenizer
 from vllm.utils.boundaries import LayerId
 from vllm.utils.checked import refuse_unless
 from vllm.v1.rows.fields import BUILT_IN, StoredNames
+from vllm.v1.rows.fields.requested import requested_fields
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -42,6 +43,7 @@ _BYTES_CHANGE = (
 _NOT_STATED: dict[str, Any] = {
     **dict.fromkeys(BUILT_IN, False),
     ROW_TENSORS: StoredNames(),
+    REQUEST_TENSORS: {},
     "keep_columns": [],
     "loss_mask": True,
     "add_special_tokens": True,
@@ -159,6 +161,21 @@ class Resolved:
             convention=convention_of(self.layer_ids),
         )
 
+    @property
+    def _request_tensors(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """Dtype and shape of the tensors for which requests ask, as they are stored."""
+        options, vocab_size = self.options, self.vllm_config.model_config.get_vocab_size()
+        if options.top_logprobs > vocab_size:
+            advice = f"the vocabulary has {vocab_size} tokens; ask for fewer"
+            refuse_unless(False, options, "top_logprobs", advice)
+        stored = {"top_logprobs": options.logprob_dtype}
+        fields = requested_fields(options.top_logprobs, options.logprob_temperature, vocab_size)
+        return {
+            name: (stored.get(name, dtype_name(form.dtype)), form.shape)
+            for field in fields
+            for name, form in field.forms.items()
+        }
+
     @cached_property
     def _identity(self) -> dict[str, Any]:
         config = self.vllm_config
@@ -174,6 +191,8 @@ class Resolved:
             "max_tokens": self.prompt_options.max_length,
             **{option: getattr(model, option) for option in BUILT_IN},
             ROW_TENSORS: StoredNames.of(model.row_field_classes).foreign,
+            REQUEST_TENSORS: self._request_tensors,
+            **self.options.request_options,
             "chat_template": self.prompt_options.chat_template,
         }
         if self.options.generate:

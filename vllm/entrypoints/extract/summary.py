@@ -74,6 +74,7 @@ def settings_lines(settings: DatasetSettings) -> Lines:
         *([("loss mask", settings.mask_rule)] if settings.mask_rule else []),
         *_sampling(settings),
         ("dtype", f"{settings.dtype} (the model's: {model_dtype})"),
+        *((name, str(value)) for name, value in settings.request_options.items()),
         ("format", f"{settings.format}, units of {format_bytes(settings.shard_bytes)}"),
     ]
 

@@ -156,6 +156,7 @@ def _results(engine: LLM, job: WorkerJob, plan: Plan, units: Iterator[int]) -> I
         ordered=True,
         on_error="yield",
         pooling=settings.pooling,
+        **settings.request_options,
     ):
         yield _Item(*under_way.popleft(), result)
     assert not under_way, f"{len(under_way)} samples were lost"

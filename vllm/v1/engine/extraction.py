@@ -19,7 +19,7 @@ import torch
 
 from vllm.exceptions import Failure, FailureKind
 from vllm.hidden_states.layer_ids import Layers, layer_items, resolve_layer_ids
-from vllm.hidden_states.names import Pooling
+from vllm.hidden_states.names import MOST_LOGPROBS, Pooling
 from vllm.hidden_states.positions import as_mask, resolve_positions
 from vllm.hidden_states.sample import (
     ExtractRequest,
@@ -45,7 +45,6 @@ from vllm.v1.engine.input_processor import InputProcessor, ProcessedInput
 from vllm.v1.outputs import ExtractedRows
 from vllm.v1.rows.fields.activations import is_hook_name
 from vllm.v1.rows.fields.hidden import STORAGE_DTYPES
-from vllm.v1.rows.fields.logprobs import MOST, TopLogprobs
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -128,9 +127,9 @@ def storage_dtype(value: object) -> str | None:
 
 def check_logprobs(count: object, temperature: object) -> None:
     """Raise ValueError for a number of log-probabilities, or a temperature, that cannot be."""
-    is_count = isinstance(count, int) and not isinstance(count, bool) and 0 <= count <= MOST
-    if not is_count:
-        raise ValueError(f"top_logprobs={count!r}: has to be a whole number from 0 to {MOST}")
+    most, is_count = MOST_LOGPROBS, isinstance(count, int) and not isinstance(count, bool)
+    if not is_count or not 0 <= cast("int", count) <= most:
+        raise ValueError(f"top_logprobs={count!r}: has to be a whole number from 0 to {most}")
     is_number = isinstance(temperature, int | float) and not isinstance(temperature, bool)
     if not is_number or not 1e-4 <= cast("float", temperature) <= 1e4:
         raise ValueError(f"logprob_temperature={temperature!r}: has to be in [0.0001, 10000]")
@@ -483,16 +482,16 @@ class ExtractionFeed:
 
     def _no_rows(self, spec: ExtractionSpec) -> ExtractedRows:
         from vllm.v1.rows.fields.hidden import HiddenStates
+        from vllm.v1.rows.fields.layout import RowLayout
+        from vllm.v1.rows.fields.requested import requested_fields
         from vllm.v1.rows.leaving import empty_rows
 
         model = self._model_config
         stored = model.dtype if spec.storage_dtype is None else STORAGE_DTYPES[spec.storage_dtype]
         hidden = HiddenStates(spec.layer_ids, model.get_row_size(), model.dtype, stored)
-        forms = hidden.forms
-        if spec.top_logprobs:
-            sizes = (spec.top_logprobs, spec.logprob_temperature, model.get_vocab_size())
-            forms = forms | dict(TopLogprobs(*sizes).forms)
-        return ExtractedRows(empty_rows(forms, 0))
+        sizes = (spec.top_logprobs, spec.logprob_temperature, model.get_vocab_size())
+        layout = RowLayout(hidden.cells, requested_fields(*sizes))
+        return ExtractedRows(empty_rows(hidden.forms | layout.forms, 0))
 
 
 def _pooled(sample: HiddenStatesSample, dtype: torch.dtype | None) -> HiddenStatesSample:

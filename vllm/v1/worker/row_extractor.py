@@ -20,7 +20,8 @@ from vllm.v1.rows.destinations import CallerTensors, GrowingTensors
 from vllm.v1.rows.fields.fp8 import FP8
 from vllm.v1.rows.fields.hidden import STORAGE_DTYPES, HiddenStates
 from vllm.v1.rows.fields.layout import Field, RowLayout
-from vllm.v1.rows.fields.logprobs import LOGITS, TopLogprobs
+from vllm.v1.rows.fields.logprobs import LOGITS
+from vllm.v1.rows.fields.requested import requested_fields
 from vllm.v1.rows.leaving import BadRowsError, Ints, LeavingRows, RowMemory, send_rows
 from vllm.v1.worker.input_batch import RequestState, StepBatch
 
@@ -113,13 +114,12 @@ class RowExtractor:
         name = spec.storage_dtype
         stored = self._dtype if name is None else STORAGE_DTYPES[name]
         hidden = HiddenStates(spec.layer_ids, self._hidden_size, self._dtype, stored)
+        sizes = (spec.top_logprobs, spec.logprob_temperature, self._vocab_size)
         fields = (
             *self.fields,
             *(self._find_hook(hook).field(hook, _stored(spec)) for hook in spec.hooks),
+            *requested_fields(*sizes),
         )
-        if spec.top_logprobs:
-            sizes = (spec.top_logprobs, spec.logprob_temperature, self._vocab_size)
-            fields = (*fields, TopLogprobs(*sizes))
         layout = RowLayout(hidden.cells, fields)
         if isinstance(spec, GenerationSpec):
             return GrowingTensors(hidden, layout, partial(_find_positions, spec))

@@ -16,8 +16,6 @@ import torch
 from vllm.exceptions import Failure, FailureKind
 from vllm.v1.rows.fields.layout import Cells, Field, TensorForm
 
-MOST = 1024
-"""The largest ``top_logprobs``."""
 OF_NEXT_TOKEN = frozenset({"token_logprobs"})
 """Tensors about the token that follows, NaN where none does."""
 LOGITS = "logits"
