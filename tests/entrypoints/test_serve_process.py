@@ -242,7 +242,7 @@ def test_unix_socket_with_tls_and_no_extraction(tiny_llama: Path, tmp_path: Path
     flags = ["--uds", str(path), "--ssl-keyfile", str(key), "--ssl-certfile", str(certificate)]
     with serve(tiny_llama, None, *flags) as server:
         assert server.url == f"unix:{path}"
-        assert "off" in server.log.split("extraction")[1].splitlines()[0]
+        assert "on request" in server.log.split("extraction")[1].splitlines()[0]
         context = ssl.create_default_context(cafile=str(certificate))
         transport = httpx.HTTPTransport(uds=str(path), verify=context)
         with httpx.Client(transport=transport, base_url="https://server") as client:

@@ -59,6 +59,23 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def file_parts(
+    tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]
+) -> list[memoryview]:
+    """Return the content of a file of dense host tensors: its header, with checksums, then the
+    bytes of each tensor, which are not copied."""
+    parts = [bytes_of(tensor) for tensor in tensors.values()]
+    sums = {CHECKSUM_KEY + k: checksum(part) for k, part in zip(tensors, parts, strict=True)}
+    entries: dict[str, object] = {"__metadata__": {**metadata, **sums}}
+    end = 0
+    for (name, tensor), part in zip(tensors.items(), parts, strict=True):
+        entries[name] = _entry(tensor.dtype, list(tensor.shape), end, end + len(part))
+        end += len(part)
+    text = _json(entries)
+    text = text.ljust(len(text) + -(8 + len(text)) % _HEADER_ALIGNMENT_BYTES)
+    return [memoryview(struct.pack("<Q", len(text)) + text), *parts]
+
+
 class TensorFile:
     """A writer of a new file at ``path``; only one thread at a time may use it.
 

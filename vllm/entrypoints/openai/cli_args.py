@@ -11,7 +11,16 @@ from pydantic import BeforeValidator, TypeAdapter, ValidationError, ValidationIn
 
 from vllm import envs
 from vllm.transformers_utils.chat_messages import ContentFormat
-from vllm.utils.checked import ABOVE_0, FINITE, SizeBytes, at_least, at_most, config, require
+from vllm.utils.checked import (
+    ABOVE_0,
+    FINITE,
+    FolderPath,
+    SizeBytes,
+    at_least,
+    at_most,
+    config,
+    require,
+)
 from vllm.utils.options import Group, Option
 
 _SERVER = Group("Server", "Address, threads, shutdown and logs of the server.")
@@ -122,10 +131,18 @@ class ServerSettings:
     """Longest request body, as a number or e.g. 64MiB; a longer one gets 413."""
     body_timeout: Seconds = 60.0
     """Time limit for a client to send a request body; after it the request gets 408."""
+    max_inline_hidden_states_mib: Annotated[float, ABOVE_0, FINITE] = 16.0
+    """Most MiB of hidden states in the JSON of one reply (the request's field hidden_states)."""
+    max_hidden_states_mib: Annotated[float, ABOVE_0, FINITE] = 1024.0
+    """Most MiB of hidden states and log-probabilities of one request, in a file or as the body of
+    the reply; this server holds them in memory."""
     request_timeout: Seconds | None = None
     """Time limit of a generation request; after it the request is aborted and gets 504. Default:
     no limit."""
-    enable_hidden_states_download: Annotated[bool, Option(group=_DOWNLOADS)] = False
+    hidden_states_folder: Annotated[FolderPath | None, Option(group=_DOWNLOADS)] = None
+    """Folder for the files of requests with the field hidden_states, if no connector is configured.
+    It is made if it does not exist. Default: such requests get rows in their replies only."""
+    enable_hidden_states_download: bool = False
     """Serve the files that this server made at /v1/hidden_states/{id}, and add hidden_states_url
     to replies with a hidden_states_path."""
     hidden_states_ttl: Annotated[float, at_least(0)] = 0.0

@@ -8,11 +8,12 @@ make the prompts and shape the reply.
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import AsyncGenerator, Iterable, Iterator
+from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from contextlib import aclosing
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
@@ -28,6 +29,7 @@ from vllm.entrypoints.openai.errors import (
     bad_request,
     failed,
 )
+from vllm.entrypoints.openai.extraction import Extraction, as_output, requested_rows
 from vllm.entrypoints.openai.limits import reply_files
 from vllm.entrypoints.openai.protocol import GenerationBody, StreamOptions, told_of_unknown
 from vllm.entrypoints.openai.request_prompts import (
@@ -37,6 +39,7 @@ from vllm.entrypoints.openai.request_prompts import (
 )
 from vllm.entrypoints.openai.responses import (
     Chunk,
+    HiddenStatesBody,
     PromptLogprob,
     PromptLogprobsBody,
     RenderedRequest,
@@ -103,6 +106,10 @@ class Generation(ABC, Generic[BodyT]):
         self.body = body
         self.requests: list[ProcessedInput] = []
         """The engine's requests, one per prompt, after :meth:`prepare`."""
+        rows = requested_rows(body)
+        self.extraction = None if rows is None else Extraction(state, rows)
+        """The rows that the body asks for."""
+        self.prompts: list[ParsedPrompt] = []
         self._request = request
         self._files = reply_files(request.scope)
         self._num_tokens: Counter[int] = Counter()
@@ -111,6 +118,8 @@ class Generation(ABC, Generic[BodyT]):
         self._first_params: TransferParams | None = None
         keys = state.unknown_transfer_keys(body.kv_transfer_params or {})
         names = [f"kv_transfer_params.{key}" for key in keys]
+        extra = None if body.vllm_xargs is None else body.vllm_xargs.__pydantic_extra__
+        names += [f"vllm_xargs.{key}" for key in extra or ()]
         self._warnings = [*body._warnings, *told_of_unknown(names, state.settings.strict_requests)]
         """Texts that the client has not been sent yet."""
 
@@ -149,12 +158,18 @@ class Generation(ABC, Generic[BodyT]):
 
     def _prepare(self) -> None:
         options = self.wanted()
-        check_max_tokens(options.max_tokens, self.state.max_model_len)
-        prompts = [fit(self.state, one, self.body, options.max_tokens) for one in options.prompts]
-        self._check_path(len(prompts) * (self.body.n or 1))
-        self.requests = [
-            self._process(index, prompt, options) for index, prompt in enumerate(prompts)
-        ]
+        max_tokens = options.max_tokens
+        if self.extraction is not None:
+            self.extraction.check(max_tokens, self.body.n)
+            max_tokens = 0
+        else:
+            check_max_tokens(max_tokens, self.state.max_model_len)
+        self.prompts = [fit(self.state, one, self.body, max_tokens) for one in options.prompts]
+        if self.extraction is None:
+            self._check_path(len(self.prompts) * (self.body.n or 1))
+            self.requests = [
+                self._process(index, prompt, options) for index, prompt in enumerate(self.prompts)
+            ]
 
     def _check_path(self, num_choices: int) -> None:
         """Raise ApiError if several choices would write the file at one path, one after another."""
@@ -189,6 +204,7 @@ class Generation(ABC, Generic[BodyT]):
 
     async def render(self) -> list[RenderedRequest]:
         """Return the requests that the engine would get, with the settings that users can set."""
+        self.extraction = None
         await self.prepare()
         return [self._rendered(processed.request) for processed in self.requests]
 
@@ -216,15 +232,41 @@ class Generation(ABC, Generic[BodyT]):
         Raises ValueError or ApiError if the request cannot be served, or fails before that.
         """
         await self.prepare()
-        store, params = self.state.store, self.body.kv_transfer_params
-        if store is not None and store.writes_file(params):
-            store.check_quota()
+        if self.extraction is not None:
+            return await self._answer_with_rows(self.extraction)
+        self._check_quota()
         if self.body.stream:
             chunks = self._chunks()
             return EventStream(self._events(await anext(chunks), chunks))
+        return self._make_reply(await self._all_outputs())
+
+    async def outputs(self) -> list[RequestOutput]:
+        """Return the output of each prompt, instead of a reply; raises what :meth:`answer` does."""
+        await self.prepare()
+        self._check_quota()
+        return await self._all_outputs()
+
+    def _check_quota(self) -> None:
+        """Raise QuotaExceededError if the request would write a file, and there is no room."""
+        store = self.state.store if self.state.extracts else None
+        if store is not None and store.writes_file(self.body.kv_transfer_params):
+            store.check_quota()
+
+    async def _all_outputs(self) -> list[RequestOutput]:
         async with aclosing(self._outputs()) as outputs:
             ended = {index: output async for index, output in outputs if output.finished}
-        return self._make_reply([ended[index] for index in range(len(self.requests))])
+        return [ended[index] for index in range(len(self.requests))]
+
+    async def _answer_with_rows(self, extraction: Extraction) -> Response:
+        samples = await extraction.run(self.prompts)
+        if extraction.is_stream:
+            return await extraction.stream(samples[0])
+        names = [self.request_id(index) for index in range(len(samples))]
+        rows = await extraction.bodies(samples, names, self._request, self._files)
+        reply = self._make_reply([*map(as_output, self.prompts, samples)], rows)
+        # FastAPI would check large texts, and encode them on the event loop.
+        content = await asyncio.to_thread(reply.model_dump_json)
+        return Response(content, media_type="application/json")
 
     def _outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         """Yield (index of the prompt, its new output). Leaving the iteration aborts the requests.
@@ -245,12 +287,17 @@ class Generation(ABC, Generic[BodyT]):
                         raise failed(completion.failure)
                 yield output
 
-    def _make_reply(self, outputs: list[RequestOutput]) -> Reply:
+    def _make_reply(
+        self, outputs: list[RequestOutput], rows: Sequence[HiddenStatesBody] = ()
+    ) -> Reply:
+        """Make the reply of all outputs; ``rows``: those of each choice, if there are any."""
         choices = [
             self.make_choice(news)
             for prompt_index, output in enumerate(outputs)
             for news in self._news_of(prompt_index, output)
         ]
+        for choice, body in zip(choices, rows, strict=False):
+            choice.hidden_states = body
         num_prompt_tokens = sum(len(output.prompt_token_ids or ()) for output in outputs)
         num_tokens = sum(len(one.token_ids) for output in outputs for one in output.outputs)
         reply: Reply = self.reply_type(

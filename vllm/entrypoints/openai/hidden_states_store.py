@@ -54,10 +54,11 @@ _OF_SERVER = re.compile(r"(?:\d+_)?(?:chat)?cmpl-.*-(?:[0-9a-f]{8}|[0-9a-f]{16})
 _OUR_METADATA = {"engine_version", "checksum.hidden_states", "checksum.token_ids"}
 
 
-def storage_folder(config: VllmConfig) -> str | None:
-    """Return the folder of our connector's files; None if there is none."""
+def storage_folder(config: VllmConfig, settings: ServerSettings) -> str | None:
+    """Return the folder of this server's files: our connector's, or the one of the settings; None
+    if there is neither."""
     options = storage_options(config)
-    return None if options is None else options.shared_storage_path
+    return settings.hidden_states_folder if options is None else options.shared_storage_path
 
 
 def storage_options(config: VllmConfig) -> HiddenStatesOptions | None:
@@ -130,16 +131,29 @@ class HiddenStatesStore:
             "enable_hidden_states_download": settings.enable_hidden_states_download,
             "hidden_states_ttl": settings.hidden_states_ttl > 0,
             "hidden_states_quota_gib": settings.hidden_states_quota_gib is not None,
+            "hidden_states_folder": settings.hidden_states_folder is not None,
         }
         if not any(options.values()):
             return None
         storage = storage_options(config)
+        if storage is None and settings.hidden_states_folder is not None:
+            storage = HiddenStatesOptions(
+                shared_storage_path=settings.hidden_states_folder, extract_only_when_asked=True
+            )
         if storage is None:
             raise ValueError(
                 f"{max(options, key=options.__getitem__)} has no effect: this server writes no "
-                "hidden-state files that it knows of; set speculative_config and a "
-                "kv_transfer_config with ExampleHiddenStatesConnector, or leave it out"
+                "hidden-state files that it knows of; set hidden_states_folder, or "
+                "speculative_config and a kv_transfer_config with ExampleHiddenStatesConnector, or "
+                "leave it out"
             )
+        if settings.hidden_states_folder is not None:
+            if config.speculative_config is not None:
+                raise ValueError(
+                    f"hidden_states_folder={settings.hidden_states_folder!r} has no effect: this "
+                    "server gives rows to a connector (speculative_config); leave it out"
+                )
+            os.makedirs(settings.hidden_states_folder, exist_ok=True)
         return cls(storage, settings)
 
     @property

@@ -27,6 +27,7 @@ from typing_extensions import TypedDict
 
 from vllm.entrypoints.openai.errors import ApiError, bad_form
 from vllm.entrypoints.openai.responses import Described
+from vllm.hidden_states.names import MOST_LOGPROBS, Pooling
 from vllm.logger import init_logger
 
 logger = init_logger(__name__)
@@ -96,6 +97,63 @@ ToolChoice = Annotated[
 ]
 
 
+def _layer_form(value: object) -> str | None:
+    is_number = isinstance(value, int) and not isinstance(value, bool)
+    return "<number>" if is_number else _list_form(value)
+
+
+_Id = Annotated[int, Strict(), Tag("<number>")]
+LayersField = Annotated[
+    _Text
+    | _Id
+    | Annotated[
+        list[Annotated[_Text | _Id, _one_of(_layer_form, "a layer id or a name of layers")]],
+        Field(fail_fast=True),
+        Tag("<list>"),
+    ],
+    _one_of(_layer_form, "a layer id, a name of layers, or a list of them"),
+]
+PositionsField = Annotated[
+    _Text | Annotated[list[Annotated[Int64, Strict()]], Field(fail_fast=True), Tag("<list>")],
+    _one_of(_list_form, "all, last, mask, every:K, or a list of positions"),
+]
+
+
+class HiddenStatesRequest(Described):
+    """The rows that a request asks for; the names are those of ``LLM.extract``."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    layers: LayersField | None = None
+    """Layers such as ``[2, 12, -1]``, ``"0:24:4,last"`` or ``"norm"``."""
+    positions: PositionsField | None = None
+    """Tokens whose rows are wanted: ``"all"`` (default), ``"last"``, ``"every:K"``, ``"mask"``, or
+    a list of positions."""
+    mask: Annotated[list[Annotated[int, Field(ge=0, le=1)]], Field(fail_fast=True)] | None = None
+    """A boolean for each token of the prompt, for ``positions="mask"``."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16", "fp8"] | None = None
+    """Dtype of the rows; the model's by default. ``"fp8"``: with a scale for each row and layer."""
+    pooling: Pooling | None = None
+    """Reduce the rows to one: their ``"mean"``, or the ``"last"`` of them."""
+    top_logprobs: Annotated[int, Strict(), Field(ge=0, le=MOST_LOGPROBS)] | None = None
+    """Keep so many most likely next tokens with each row, with their log-probabilities."""
+    logprob_temperature: Annotated[float, Strict(), Field(ge=1e-4, le=1e4)] | None = None
+    """Divides the logits before the softmax of ``top_logprobs``."""
+    delivery: Literal["auto", "inline", "file", "safetensors"] | None = None
+    """``"inline"``: base64 in the reply. ``"file"``: a file in the server's storage folder.
+    ``"safetensors"``: the body of the reply is a safetensors file. ``"auto"`` (default): inline, or
+    a file if that is too large and the server has a storage folder."""
+
+
+class ExtraArguments(Described):
+    """``vllm_xargs``: arguments for extensions."""
+
+    model_config = ConfigDict(extra="allow")
+
+    hidden_states: HiddenStatesRequest | None = None
+    """The same as the field ``hidden_states`` of the body."""
+
+
 class Message(TypedDict, total=False):
     """One message of a conversation. The chat template also gets all other fields."""
 
@@ -153,7 +211,7 @@ class Body(Described):
         try:
             body = cls.model_validate_json(content)
         except ValidationError as error:
-            raise _form_error(error, content) from None
+            raise form_error(error, content) from None
         extra = body.__pydantic_extra__ or {}
         names = [name for name, value in extra.items() if value is not None]
         body._warnings = told_of_unknown(names, request.app.state.server.settings.strict_requests)
@@ -240,6 +298,10 @@ class GenerationBody(Body):
     """Lower numbers go first; others than 0 need ``--scheduling-policy priority``."""
     request_id: str | None = None
     """Name of the request in logs and files; a random one by default."""
+    hidden_states: HiddenStatesRequest | None = None
+    """Return the rows of the prompt's tokens; no connector is needed."""
+    vllm_xargs: ExtraArguments | None = None
+    """Arguments for extensions: ``hidden_states``, as above."""
     kv_transfer_params: dict[str, Any] | None = None
     """Options for the KV connector, such as ``{"include_output_tokens": true}``."""
 
@@ -327,7 +389,8 @@ TokenizeBody = Annotated[TokenizeRequest, Depends(TokenizeRequest.read)]
 DetokenizeBody = Annotated[DetokenizeRequest, Depends(DetokenizeRequest.read)]
 
 
-def _form_error(error: ValidationError, content: bytes) -> ApiError:
+def form_error(error: ValidationError, content: bytes = b"") -> ApiError:
+    """Return the error for a body of a wrong form."""
     found = error.errors(include_url=False, include_context=False, include_input=False)
     if found[0]["type"] == "json_invalid":
         return _json_error(found[0]["msg"], content)

@@ -51,12 +51,40 @@ PromptLogprobsBody = list[dict[str, PromptLogprob] | None]
 """One entry per prompt token, by token id; the first is null."""
 
 
+class TensorBody(Described):
+    """A tensor in JSON."""
+
+    data: str
+    """Base64 of its elements, little-endian, in the order of rows."""
+    shape: list[int]
+    dtype: str
+
+
+class HiddenStatesBody(Described):
+    """Rows of a choice's tokens, or the file that has them."""
+
+    layers: list[int | str]
+    """Layer ids, in the order of the columns."""
+    positions: list[int]
+    """Positions of the rows' tokens."""
+    tensors: WhenKnown[dict[str, TensorBody]] = None
+    """[rows, ...] each: ``hidden_states`` [rows, layers, hidden], and what else was requested."""
+    constants: WhenKnown[dict[str, list[int]]] = None
+    """Values that are the same for all tokens, such as ``expert_layers``."""
+    hidden_states_path: WhenKnown[str] = None
+    """Path of the file on the server's machine."""
+    hidden_states_url: WhenKnown[str] = None
+    """Address of the file, if the server lets clients download files."""
+
+
 class Choice(Described):
     """Fields of every choice."""
 
     index: int
     finish_reason: str | None = None
     token_ids: list[int] | None = None
+    hidden_states: WhenKnown[HiddenStatesBody] = None
+    """The rows that the request asked for."""
 
 
 class Answer(Described):

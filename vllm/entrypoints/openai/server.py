@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
-PROBES = ("/health", "/ping", "/load", "/metrics", "/metrics/")
+PROBES = ("/health", "/health/", "/ping", "/load", "/metrics", "/metrics/")
 EVERYWHERE = ("", "0.0.0.0", "::")
 POLL_SECONDS = 0.05
 LAST_WORDS_SECONDS = 1.0
@@ -244,7 +244,7 @@ class Server:
             chat_template=load_chat_template(self.settings.chat_template),
             store=store,
             facts=server_facts(config, self.settings, self.engine.started, served_model_names),
-            storage_folder=storage_folder(config),
+            storage_folder=storage_folder(config, self.settings),
             metrics=metrics,
         )
 
@@ -351,7 +351,7 @@ class Server:
         from vllm.entrypoints.openai.hidden_states_store import storage_folder
         from vllm.v1.rows.lock import remove_leftovers
 
-        folder = storage_folder(self.engine.vllm_config)
+        folder = storage_folder(self.engine.vllm_config, self.settings)
         if folder is not None:
             remove_leftovers(folder)
 
@@ -390,17 +390,17 @@ def server_facts(
 
 
 def _extraction_rows(config: VllmConfig, settings: ServerSettings) -> list[tuple[str, str]]:
-    speculative = config.speculative_config
+    from vllm.entrypoints.openai.hidden_states_store import storage_folder
+
+    speculative, folder = config.speculative_config, storage_folder(config, settings)
+    files = ("files", f"{folder}{_downloads(settings)}")
     if speculative is None:
-        return [("extraction", "off")]
+        return [("extraction", "on request"), *[files] * (folder is not None)]
     layers = json.dumps(list(speculative.hidden_state_layer_ids))
     extracted = f"layers {layers} of 0 to {config.model_config.get_total_num_hidden_layers()}"
     row = ("files", "none: kv_transfer_config names no connector")
-    from vllm.entrypoints.openai.hidden_states_store import storage_folder
-
-    folder = storage_folder(config)
     if folder is not None:
-        row = ("files", f"{folder}{_downloads(settings)}")
+        row = files
     elif config.kv_transfer_config is not None:
         row = ("connector", str(config.kv_transfer_config.kv_connector))
     return [("extraction", extracted), row]

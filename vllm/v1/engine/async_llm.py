@@ -307,6 +307,14 @@ class AsyncLLM(EngineFrontEnd):
             *(add_special_tokens, top_logprobs, logprob_temperature, sampling_params, hooks),
             *(mask, steering),
         )
+        async with aclosing(self.extract_with(prompts, settings)) as samples:
+            async for sample in samples:
+                yield sample
+
+    async def extract_with(
+        self, prompts: Any, settings: ExtractionSettings
+    ) -> AsyncGenerator[HiddenStatesSample | FailedSample, None]:
+        """Do what :meth:`extract` does, with its options as one object."""
         await self.start()
         is_async = isinstance(prompts, AsyncIterable)
         feed = ExtractionFeed(

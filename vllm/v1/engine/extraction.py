@@ -38,13 +38,16 @@ from vllm.transformers_utils.answer_masks import parse_mask_rule
 from vllm.transformers_utils.answer_spans import render_masked
 from vllm.transformers_utils.chat_template import ChatOptions, render_chat
 from vllm.utils.boundaries import LayerId
+from vllm.utils.mem_utils import format_bytes
 from vllm.utils.text import brief
 from vllm.v1.engine import ExtractionSpec, GenerationSpec
 from vllm.v1.engine.generated_rows import RowsOfText
 from vllm.v1.engine.input_processor import InputProcessor, ProcessedInput
 from vllm.v1.outputs import ExtractedRows
 from vllm.v1.rows.fields.activations import is_hook_name
-from vllm.v1.rows.fields.hidden import STORAGE_DTYPES
+from vllm.v1.rows.fields.hidden import STORAGE_DTYPES, HiddenStates
+from vllm.v1.rows.fields.layout import RowLayout, TensorForm
+from vllm.v1.rows.fields.requested import requested_fields
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -53,6 +56,14 @@ OnError = Literal["raise", "yield"]
 Item = HiddenStatesSample | FailedSample
 STEPS_AHEAD = 4
 """Limit of the tokens under way, in steps of the engine."""
+
+
+class ByteLimit(NamedTuple):
+    """The most bytes of all samples of one call."""
+
+    num_bytes: int
+    advice: str
+    """Text for the error of a call that needs more: what sets the limit."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +84,7 @@ class ExtractionSettings:
     hooks: Sequence[str] | str | None = None
     mask: str | None = None
     steering: Any = None
+    byte_limit: ByteLimit | None = None
 
     def __post_init__(self) -> None:
         if self.on_error not in ("raise", "yield"):
@@ -183,6 +195,7 @@ class ExtractionFeed:
         self._num_accepted = 0
         self._num_returned = 0
         self._num_tokens = 0  # of prompts under way
+        self._num_bytes = 0  # of all samples, for the limit
         self._pending: dict[str, _Pending] = {}
         self._num_ready = 0  # prompts whose items were put into _ready
         self._ready: deque[tuple[Item, bool]] = deque()
@@ -276,6 +289,7 @@ class ExtractionFeed:
         end = len(token_ids) if rows is None else [least, *rows][-1] + 1
         after = token_ids[end] if end < len(token_ids) else None
         spec = ExtractionSpec(positions=rows, storage_dtype=name, token_after=after, **values)
+        self._check_bytes(spec, len(token_ids) if chosen is None else len(chosen))
         order = None if chosen == rows else torch.searchsorted(*map(torch.tensor, (rows, chosen)))
         if mask is not None:
             mask = None if settings.pooling != "none" else mask if rows is None else mask[rows]
@@ -319,6 +333,10 @@ class ExtractionFeed:
             num_prompt_tokens=len(token_ids),
             output_every=every,
         )
+        is_list = isinstance(wanted.positions, Sequence) and not isinstance(wanted.positions, str)
+        listed = len(cast("Sequence[int]", wanted.positions)) if is_list else 0
+        most = max(listed, spec.rank(len(token_ids) + max_tokens))
+        self._check_bytes(spec, most * processed.request.sampling_params.n)
         request = msgspec.structs.replace(processed.request, extraction=spec)
         request.sampling_params.output_kind = RequestOutputKind.FINAL_ONLY
         pending = _Pending(index, token_ids, spec, pooled_as=pooled_as, text=wanted)
@@ -351,6 +369,23 @@ class ExtractionFeed:
             "top_logprobs": int(count),
             "logprob_temperature": float(temperature),
         }
+
+    def _check_bytes(self, spec: ExtractionSpec, num_rows: int) -> None:
+        """Add the rows of a prompt to those of the call; ValueError if the limit is exceeded.
+
+        Only the model knows the widths of hooks; they count as those of the stream.
+        """
+        limit, model = self._settings.byte_limit, self._model_config
+        if limit is None:
+            return
+        row_bytes = sum(form.num_bytes for form in self._forms(spec).values())
+        row_bytes += len(spec.hooks) * model.get_row_size() * model.dtype.itemsize
+        self._num_bytes += num_rows * row_bytes
+        if self._num_bytes > limit.num_bytes:
+            raise ValueError(
+                f"the rows take {format_bytes(self._num_bytes)} or more, and at most "
+                f"{format_bytes(limit.num_bytes)} are allowed: {limit.advice}"
+            )
 
     def _prompt(self, options: ExtractRequest, *, is_question: bool) -> tuple[PromptType, Any]:
         """Return the prompt, or for a conversation its rendered text as token ids, and the values
@@ -481,17 +516,17 @@ class ExtractionFeed:
         return _pooled(sample, pending.pooled_as)
 
     def _no_rows(self, spec: ExtractionSpec) -> ExtractedRows:
-        from vllm.v1.rows.fields.hidden import HiddenStates
-        from vllm.v1.rows.fields.layout import RowLayout
-        from vllm.v1.rows.fields.requested import requested_fields
         from vllm.v1.rows.leaving import empty_rows
 
+        return ExtractedRows(empty_rows(self._forms(spec), 0))
+
+    def _forms(self, spec: ExtractionSpec) -> dict[str, TensorForm]:
+        """Return the forms of the tensors that a request asks for."""
         model = self._model_config
         stored = model.dtype if spec.storage_dtype is None else STORAGE_DTYPES[spec.storage_dtype]
         hidden = HiddenStates(spec.layer_ids, model.get_row_size(), model.dtype, stored)
         sizes = (spec.top_logprobs, spec.logprob_temperature, model.get_vocab_size())
-        layout = RowLayout(hidden.cells, requested_fields(*sizes))
-        return ExtractedRows(empty_rows(hidden.forms | layout.forms, 0))
+        return hidden.forms | RowLayout(hidden.cells, requested_fields(*sizes)).forms
 
 
 def _pooled(sample: HiddenStatesSample, dtype: torch.dtype | None) -> HiddenStatesSample:

@@ -1,0 +1,265 @@
+"""The field ``hidden_states`` of a request: rows of its tokens, without a connector.
+
+The rows come inline in the reply, as a file in the storage folder, or as the body of the reply.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import errno
+import json
+import os
+import uuid
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing, suppress
+from typing import TYPE_CHECKING, Any
+
+from fastapi import Request
+from starlette.responses import Response, StreamingResponse
+
+from vllm.entrypoints.openai.errors import bad_request, failed
+from vllm.entrypoints.openai.protocol import GenerationBody, HiddenStatesRequest
+from vllm.entrypoints.openai.responses import HiddenStatesBody, TensorBody
+from vllm.entrypoints.openai.state import ServerState
+from vllm.exceptions import Failure, FailureKind
+from vllm.hidden_states.layer_ids import convention_of
+from vllm.hidden_states.sample import ExtractRequest, HiddenStatesSample
+from vllm.hidden_states.tensor_file import bytes_of, dtype_name, file_parts
+from vllm.inputs import ParsedPrompt
+from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.utils.text import safe_name
+from vllm.utils.whole_files import temporary_path
+from vllm.v1.engine.extraction import ByteLimit, ExtractionSettings
+from vllm.v1.rows.fields import StoredNames
+from vllm.version import __version__
+
+if TYPE_CHECKING:
+    from vllm.entrypoints.openai.cli_args import ServerSettings
+    from vllm.v1.engine.async_llm import UndeliveredFiles
+
+_MEDIA_TYPE = "application/octet-stream"
+_STREAM = 'hidden_states.delivery="safetensors"'
+_MIB = 1 << 20
+_CHUNK_BYTES = 1 << 20
+_NOT_TOGETHER = ("stream", "prompt_logprobs", "kv_transfer_params", "priority", "echo")
+"""Fields of a body that have no effect on rows, so they are refused."""
+
+
+def requested_rows(body: GenerationBody) -> HiddenStatesRequest | None:
+    """Return what a body asks for; None: no rows. ApiError: it cannot be served together."""
+    extra = None if body.vllm_xargs is None else body.vllm_xargs.hidden_states
+    if body.hidden_states is None and extra is None:
+        return None
+    if body.hidden_states is not None and extra is not None:
+        raise bad_request("hidden_states is also in vllm_xargs: give it once")
+    for name in _NOT_TOGETHER:
+        value = body.__dict__.get(name)
+        is_set = value is not None and value is not False
+        if is_set and (name, value) != ("priority", 0):
+            raise bad_request(f"{name}: not together with hidden_states; leave it out")
+    return body.hidden_states or extra
+
+
+def byte_limit(settings: ServerSettings, other: str | None) -> ByteLimit:
+    """Return the limit of the rows of one request; ``other``: the option that avoids JSON, None if
+    the rows do not go into JSON."""
+    if other is None:
+        return ByteLimit(
+            int(settings.max_hidden_states_mib * _MIB), "ask for less (--max-hidden-states-mib)"
+        )
+    advice = f"ask for less (--max-inline-hidden-states-mib), or use {other}"
+    return ByteLimit(int(settings.max_inline_hidden_states_mib * _MIB), advice)
+
+
+class Extraction:
+    """The rows of one request."""
+
+    def __init__(self, state: ServerState, options: HiddenStatesRequest) -> None:
+        self._state = state
+        self._options = options
+        self._delivery = options.delivery or "auto"
+        settings = state.settings
+        self._folder = None if state.store is None else state.store.folder
+        if state.extracts:
+            raise bad_request(
+                "hidden_states: this server gives rows to its KV connector (speculative_config); "
+                "use kv_transfer_params, or a server without a connector"
+            )
+        if self._delivery == "file" and self._folder is None:
+            raise bad_request(
+                'hidden_states.delivery="file": this server has no storage folder; use "inline" '
+                'or "safetensors", or start it with --hidden-states-folder'
+            )
+        self._inline_bytes = int(settings.max_inline_hidden_states_mib * _MIB)
+        is_inline = self._delivery == "inline" or (self.is_auto and self._folder is None)
+        self._limit = byte_limit(settings, _STREAM if is_inline else None)
+
+    @property
+    def is_auto(self) -> bool:
+        """True if the size decides between the reply and a file."""
+        return self._delivery == "auto"
+
+    def check(self, max_tokens: int | None, num_choices: int | None) -> None:
+        """Raise ApiError for numbers of tokens or choices that have no rows."""
+        if max_tokens:
+            raise bad_request(
+                f"max_tokens={max_tokens} with hidden_states: rows of generated tokens are not "
+                "supported; use max_tokens=0, or leave it out",
+                "max_tokens",
+            )
+        if num_choices not in (None, 1):
+            raise bad_request(f"n={num_choices} with hidden_states: use 1, or leave it out")
+
+    async def run(self, prompts: Sequence[ParsedPrompt]) -> list[HiddenStatesSample]:
+        """Return the rows of each prompt. ValueError: they cannot be served."""
+        options = self._options
+        if self._delivery == "safetensors" and len(prompts) != 1:
+            raise bad_request(
+                f'hidden_states.delivery="safetensors" with {len(prompts)} prompts: send one'
+            )
+        if self._state.store is not None and self._delivery != "inline":
+            self._state.store.check_quota()
+        settings = ExtractionSettings(
+            layers=options.layers,
+            positions="all" if options.positions is None else options.positions,
+            dtype=options.dtype,
+            is_ordered=True,
+            on_error="raise",
+            max_in_flight=None,
+            pooling=options.pooling or "none",
+            top_logprobs=options.top_logprobs or 0,
+            logprob_temperature=options.logprob_temperature or 1.0,
+            byte_limit=self._limit,
+        )
+        requests = [ExtractRequest(_as_prompt(one), mask=options.mask) for one in prompts]
+        samples: list[Any] = []
+        async with aclosing(self._state.engine.extract_with(requests, settings)) as found:
+            async for sample in found:
+                samples.append(sample)  # noqa: PERF401
+        return samples
+
+    @property
+    def is_stream(self) -> bool:
+        """True if the body of the reply is a file."""
+        return self._delivery == "safetensors"
+
+    async def stream(self, sample: HiddenStatesSample) -> Response:
+        """Return a reply whose body is the safetensors file of a sample."""
+        parts = await asyncio.to_thread(self._parts, sample)
+        headers = {"content-length": str(sum(map(len, parts)))}
+        return StreamingResponse(_chunks(parts), media_type=_MEDIA_TYPE, headers=headers)
+
+    async def bodies(
+        self,
+        samples: Sequence[HiddenStatesSample],
+        names: Sequence[str],
+        request: Request,
+        files: UndeliveredFiles,
+    ) -> list[HiddenStatesBody]:
+        """Return the part of the reply for each sample.
+
+        names: ids of the samples' requests, with which names of files begin. files: takes the
+        files that are written.
+        """
+        is_small = sum(sample.nbytes for sample in samples) <= self._inline_bytes
+        if self._delivery == "inline" or self._folder is None or (self.is_auto and is_small):
+            return await asyncio.to_thread(lambda: [*map(_inline, samples)])
+        bodies = []
+        for sample, name in zip(samples, names, strict=True):
+            body = _place_of(sample)
+            path = body.hidden_states_path = await self._write(self._folder, sample, name)
+            files.add({"hidden_states_path": path})
+            if self._state.store is not None:
+                body.hidden_states_url = self._state.store.url_for(request, path)
+            bodies.append(body)
+        return bodies
+
+    async def _write(self, folder: str, sample: HiddenStatesSample, name: str) -> str:
+        """Write a sample's file; returns its path."""
+        name = safe_name(f"{name}-{uuid.uuid4().hex[:8]}")
+        path = os.path.join(folder, f"{name}.safetensors")
+        temporary = temporary_path(path)
+        writing = asyncio.ensure_future(asyncio.to_thread(self._write_file, temporary, sample))
+        try:
+            await asyncio.shield(writing)
+            os.replace(temporary, path)
+        except OSError as error:
+            kind = FailureKind.DISK_FULL if error.errno == errno.ENOSPC else FailureKind.JOB_FAILED
+            raise failed(Failure(kind, f"the file cannot be written: {error.strerror}")) from error
+        finally:  # a thread cannot be cancelled, so the file may still grow
+            writing.add_done_callback(lambda _: _remove(temporary))
+        return path
+
+    def _write_file(self, path: str, sample: HiddenStatesSample) -> None:
+        with open(path, "xb") as file:
+            for part in self._parts(sample):
+                file.write(part)
+
+    def _parts(self, sample: HiddenStatesSample) -> list[memoryview]:
+        """Return the content of a sample's file."""
+        options, constants = self._options, dict(sample.constants)
+        tensors = {name: tensor.contiguous() for name, tensor in sample.tensors.items()}
+        tensors["token_ids"] = sample.token_ids
+        positions = options.positions or "all"
+        if positions != "all" or options.pooling:
+            tensors["positions"] = sample.positions.contiguous()
+        model = self._state.engine.model_config
+        pooled = {} if options.pooling in (None, "none") else {"pooling": options.pooling}
+        metadata = {
+            "model": self._state.model_name,
+            "layer_ids": json.dumps(sample.layer_ids),
+            "layer_convention": convention_of(sample.layer_ids),
+            "num_hidden_layers": str(model.get_total_num_hidden_layers()),
+            "positions": positions if isinstance(positions, str) else "list",
+            "dtype": dtype_name(sample.hidden_states.dtype),
+            "engine_version": __version__,
+            **pooled,
+            **StoredNames(tuple(sample.other_tensors), tuple(constants)).metadata,
+            **{name: json.dumps(list(values)) for name, values in constants.items()},
+        }
+        return file_parts(tensors, metadata)
+
+
+def as_output(prompt: ParsedPrompt, sample: HiddenStatesSample) -> RequestOutput:
+    """Return the output of a request without generated tokens."""
+    completion = CompletionOutput(0, "", [], None, None, "length")
+    ids = sample.token_ids.tolist()
+    return RequestOutput(sample.request_id, prompt.text, ids, None, [completion], True)
+
+
+def _as_prompt(prompt: ParsedPrompt) -> Any:
+    content = {"prompt_token_ids": prompt.token_ids}
+    if prompt.embeds is not None:
+        content = {"prompt_embeds": prompt.embeds}
+    return {**content, "cache_salt": prompt.cache_salt}
+
+
+def _place_of(sample: HiddenStatesSample) -> HiddenStatesBody:
+    positions = sample.positions.tolist()
+    return HiddenStatesBody(layers=list(sample.layer_ids), positions=positions)
+
+
+def _inline(sample: HiddenStatesSample) -> HiddenStatesBody:
+    body = _place_of(sample)
+    body.tensors = {
+        name: TensorBody(
+            data=base64.b64encode(bytes_of(tensor.contiguous())).decode(),
+            shape=list(tensor.shape),
+            dtype=dtype_name(tensor.dtype),
+        )
+        for name, tensor in sample.tensors.items()
+    }
+    body.constants = {name: list(v) for name, v in sample.constants.items()} or None
+    return body
+
+
+async def _chunks(parts: Sequence[memoryview]) -> AsyncGenerator[bytes, None]:
+    for part in parts:
+        for start in range(0, len(part), _CHUNK_BYTES):
+            yield bytes(part[start : start + _CHUNK_BYTES])
+
+
+def _remove(path: str) -> None:
+    with suppress(OSError):
+        os.unlink(path)
