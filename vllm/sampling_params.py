@@ -33,6 +33,15 @@ class RequestOutputKind(enum.IntEnum):
     """One output, when the request has ended."""
 
 
+class StructuredOutputsParams:
+    """A name that clients import; there are no structured outputs, so making one is an error."""
+
+    def __init__(self, **options: object) -> None:
+        raise ValueError(
+            f"structured outputs ({', '.join(options)}) are not supported; leave them out"
+        )
+
+
 class SamplingParams(msgspec.Struct, kw_only=True):
     """Settings of one request; names and defaults are upstream's.
 

@@ -13,8 +13,10 @@ import torch
 
 from tests.sample.sampler_harness import make_row, naive_probabilities, run, softmax
 from vllm.sampling_params import SamplingParams
+from vllm.v1.sample.logits_processors import edit_logits
 from vllm.v1.sample.logprobs import gather_logprobs
-from vllm.v1.sample.metadata import LogitEdits
+from vllm.v1.sample.metadata import LogitEdits, SamplerRow, SamplingMetadata, bad_endings
+from vllm.v1.sample.sampler import Sampler
 
 
 def random_logits(rows: int, vocab: int, seed: int = 0, scale: float = 2.0) -> torch.Tensor:
@@ -240,3 +242,46 @@ def test_an_impossible_token_is_never_drawn() -> None:
 def test_greedy_below_the_smallest_temperature() -> None:
     assert SamplingParams(temperature=1e-6).is_greedy
     assert not SamplingParams(temperature=0.01).is_greedy
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"temperature": 1.7},
+        {"temperature": 0.6, "top_k": 9},
+        {"temperature": 1.3, "top_p": 0.8},
+        {"temperature": 1.1, "top_k": 12, "top_p": 0.7, "min_p": 0.02},
+        {"temperature": 1.1, "repetition_penalty": 1.4, "logit_bias": {3: 5.0}},
+    ],
+)
+def test_processed_logprobs_are_of_the_distribution_that_is_drawn_from(
+    settings: dict[str, Any],
+) -> None:
+    logits = torch.randn(2, 60, generator=torch.Generator().manual_seed(4)) * 3
+    rows = [make_row(prompt=[1, 2], logprobs=60, **settings) for _ in range(2)]
+    edited = logits.clone()
+    for one, row in zip(edited, rows, strict=True):
+        edit_logits(one, row)
+    metadata = SamplingMetadata.from_rows(rows)
+    output = Sampler(reports_processed=True)(logits, metadata).result()
+    assert output.sampled_token_ids == Sampler()(logits, metadata_again(rows)).result()[0]
+    for index, lists in enumerate(output.logprobs):
+        assert lists is not None
+        expected = naive_probabilities(edited[index].tolist(), rows[index].sampling_params)
+        total = sum(expected)
+        for token, logprob in zip(lists.token_ids[0], lists.logprobs[0], strict=True):
+            assert math.exp(logprob) == pytest.approx(expected[token] / total, abs=1e-6)
+
+
+def metadata_again(rows: list[SamplerRow]) -> SamplingMetadata:
+    """The same rows with fresh generators."""
+    fresh = [replace(row, generator=torch.Generator().manual_seed(0)) for row in rows]
+    return SamplingMetadata.from_rows(fresh)
+
+
+def test_processed_logprobs_of_greedy_rows_are_the_model_s() -> None:
+    logits = torch.randn(1, 30, generator=torch.Generator().manual_seed(9))
+    rows = [make_row(temperature=0.0, logprobs=4)]
+    metadata = SamplingMetadata.from_rows(rows)
+    processed = Sampler(reports_processed=True)(logits, metadata).result()
+    assert processed == Sampler()(logits, metadata).result()

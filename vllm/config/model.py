@@ -135,6 +135,10 @@ class ModelConfig:
     """Token for the hub; True: the one stored on this machine."""
     max_logprobs: Annotated[int, Field(ge=-1)] = 20
     """Most logprobs a request may ask for; -1: no limit."""
+    logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] = "raw_logprobs"
+    """"raw_logprobs": report the model's log-probabilities. "processed_logprobs": those from which
+    tokens are drawn, after penalties, temperature and the cut of unlikely tokens; those of the
+    prompt after temperature."""
     enable_prompt_embeds: bool = False
     """Accept prompts as embeddings, {"prompt_embeds": tensor [tokens, hidden]}; over HTTP, in
     /v1/completions. Only for clients whom you trust with the input of the model."""

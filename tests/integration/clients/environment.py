@@ -46,6 +46,25 @@ class ClientEnvironment:
             timeout=COMMAND_SECONDS,
         )
 
+    def run_beside(self, program: Path, *arguments: str) -> str:
+        """What a Python program prints that has this package beside the clients' packages; it has
+        to end well. Where both have a package, this one's is used."""
+        (folder,) = FOLDER.glob("lib/python*/site-packages")
+        code = f"import runpy, sys; sys.path.append({str(folder)!r}); sys.argv.pop(0);" + (
+            "runpy.run_path(sys.argv[0], run_name='__main__')"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", code, str(program), *arguments],
+            env={**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)},
+            cwd=self.home,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=COMMAND_SECONDS,
+        )
+        assert done.returncode == 0, done.stdout
+        return done.stdout
+
     def speculators(self, command: str, **options: object) -> str:
         """What ``speculators COMMAND`` prints; it has to end well. A list repeats its option."""
         done = self.run("speculators", command, *as_arguments(options))

@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from starlette.responses import Response
 
-from vllm.entrypoints.openai import downloads, pages
+from vllm.entrypoints.openai import downloads, pages, trl
 from vllm.entrypoints.openai.chat import Chat
 from vllm.entrypoints.openai.completion import Completion
 from vllm.entrypoints.openai.errors import EXCEPTION_HANDLERS, ErrorResponse, bad_form
@@ -89,7 +89,7 @@ def build_app(state: ServerState) -> FastAPI:
     )
     app.state.server = state
     paths = ["/openapi.json"]
-    for one in (router, pages.router, downloads.router):
+    for one in (router, pages.router, downloads.router, trl.router):
         app.include_router(one)
         paths += [route.path for route in one.routes if isinstance(route, APIRoute)]
     install_limits(app, state.settings, state, paths)

@@ -47,6 +47,7 @@ _TYPES = {
     416: "RangeNotSatisfiableError",
     429: "RateLimitError",
     431: "RequestTooLargeError",
+    501: "NotImplementedError",
     503: "ServiceUnavailableError",
     504: "GenerationTimeoutError",
 }

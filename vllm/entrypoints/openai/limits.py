@@ -31,11 +31,13 @@ if TYPE_CHECKING:
     from vllm.entrypoints.openai.state import ServerState
 
 OPEN_PATHS = {
-    "/", "/health", "/ping", "/version", "/load", "/metrics", "/metrics/",
+    "/", "/health", "/health/", "/ping", "/version", "/load", "/metrics", "/metrics/",
     "/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json",
 }  # fmt: skip
 """Paths that answer without a key, and while the server shuts down."""
-GENERATION_PATHS = frozenset({"/v1/completions", "/v1/chat/completions"})
+GENERATION_PATHS = frozenset(
+    {"/v1/completions", "/v1/chat/completions", "/generate/", "/chat/", "/get_sequence_logprobs/"}
+)
 """Paths of POST requests that are limited in number, counted for ``/load``, timed, and aborted
 when their client disconnects."""
 LINGER_SECONDS = 10.0

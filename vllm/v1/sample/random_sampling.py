@@ -62,6 +62,29 @@ def sample_randomly(logits: torch.Tensor, rows: Sequence[SamplerRow]) -> torch.T
     return sampled
 
 
+def processed_logits(logits: torch.Tensor, rows: Sequence[SamplerRow]) -> torch.Tensor:
+    """Return the logits of the distributions that tokens are drawn from, -inf for all others.
+
+    logits: float [rows, vocab], not changed. Rows that take the most likely token keep theirs.
+    """
+    found = logits.to(torch.float32, copy=True)
+    for logit, row in zip(found, rows, strict=True):
+        params = row.sampling_params
+        if params.is_greedy:
+            continue
+        logit /= params.temperature
+        if params.min_p:
+            mask_unlikely(logit[None], [params.min_p])
+        k = params.top_k if 0 < params.top_k < len(logit) else len(logit)
+        if k == len(logit) and params.top_p >= 1.0:
+            continue
+        values, ids = logit.sort(descending=True, stable=True) if k == len(logit) else logit.topk(k)
+        probabilities = values.softmax(dim=-1)[None]
+        kept = ids[keep_nucleus(probabilities, [params.top_p])[0] > 0]
+        logit.copy_(torch.full_like(logit, -math.inf).index_copy_(0, kept, logit[kept]))
+    return found
+
+
 def _by_shape(rows: Sequence[SamplerRow], vocab_size: int) -> dict[tuple[int, bool], list[int]]:
     """Group row indices by (number of candidates, whether top-p cuts them)."""
     groups: dict[tuple[int, bool], list[int]] = defaultdict(list)

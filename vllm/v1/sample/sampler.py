@@ -16,7 +16,7 @@ from vllm.v1.outputs import LogprobsLists
 from vllm.v1.sample.logits_processors import edit_logits
 from vllm.v1.sample.logprobs import PendingLogprobs, gather_logprobs
 from vllm.v1.sample.metadata import SamplingMetadata
-from vllm.v1.sample.random_sampling import sample_randomly
+from vllm.v1.sample.random_sampling import processed_logits, sample_randomly
 
 
 class SamplerOutput(NamedTuple):
@@ -52,7 +52,14 @@ class PendingSample(NamedTuple):
 
 
 class Sampler(nn.Module):
-    """Has no state: a row's result depends on its logits, settings, history and generator."""
+    """Has no state: a row's result depends on its logits, settings, history and generator.
+
+    reports_processed: log-probabilities come from the edited logits, after temperature and cuts.
+    """
+
+    def __init__(self, *, reports_processed: bool = False) -> None:
+        super().__init__()
+        self._reports_processed = reports_processed
 
     def forward(self, logits: torch.Tensor, metadata: SamplingMetadata) -> PendingSample:
         """Choose a token for every row, without waiting for the device.
@@ -61,8 +68,8 @@ class Sampler(nn.Module):
             logits: [rows, vocab], any float dtype; not changed.
             metadata: one row for each row of the logits.
 
-        Log-probabilities are the model's: they come from the logits before temperature,
-        penalties and the other edits.
+        Log-probabilities are the model's, unless ``reports_processed``: they come from the logits
+        before temperature, penalties and the other edits.
         """
         assert len(logits) == len(metadata.rows), "one metadata row for each row of the logits"
         edited = logits.to(torch.float32, copy=True) if metadata.edited_rows else logits
@@ -72,7 +79,8 @@ class Sampler(nn.Module):
         if metadata.random_rows:
             sampled = self._draw(edited, likely.clone(), metadata)
         on_host = _with_largest(sampled, edited, likely)
-        return PendingSample(sampled, on_host, self._logprobs(logits, sampled, metadata))
+        reported = edited if self._reports_processed else logits
+        return PendingSample(sampled, on_host, self._logprobs(reported, sampled, metadata))
 
     def most_likely(self, logits: torch.Tensor) -> PendingSample:
         """Choose for rows that ask for no more (:func:`takes_most_likely`). logits: as above."""
@@ -99,7 +107,10 @@ class Sampler(nn.Module):
         pending = []
         for k, members in rows_of_k.items():
             select = to_device(np.array(members), logits.device)
-            pending.append((members, gather_logprobs(logits[select], sampled[select], k)))
+            reported = logits[select]
+            if self._reports_processed:
+                reported = processed_logits(reported, [metadata.rows[one] for one in members])
+            pending.append((members, gather_logprobs(reported, sampled[select], k)))
         return pending
 
 

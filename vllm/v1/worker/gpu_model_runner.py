@@ -137,8 +137,12 @@ class GPUModelRunner:
         self._is_all_ours = is_all_ours(self.model)
         if self._is_all_ours:
             settle_attributes(self.model)
+        mode = self.vllm_config.model_config.logprobs_mode
         self.sampler = StepSampler(
-            self.model.compute_logits, self.device, fails_for_logits=self.proposer is None
+            self.model.compute_logits,
+            self.device,
+            fails_for_logits=self.proposer is None,
+            reports_processed=mode == "processed_logprobs",
         )
         captures = supports_row_capture(self.model)
         self._collects_aux = not captures and supports_eagle3(self.model)

@@ -93,7 +93,7 @@ class StepSampler:
 
     ``compute_logits``: [rows, hidden] -> [rows, vocabulary]. fails_for_logits: a request fails
     for logits that are not finite. False: all requests have rows elsewhere, whose
-    failure says more.
+    failure says more. reports_processed: log-probabilities come after temperature and cuts.
     """
 
     def __init__(
@@ -102,11 +102,13 @@ class StepSampler:
         device: torch.device,
         *,
         fails_for_logits: bool,
+        reports_processed: bool = False,
     ) -> None:
         self._compute_logits = compute_logits
+        self._reports_processed = reports_processed
         self._fails_for_logits = fails_for_logits
         self._device = device
-        self._sampler = Sampler()
+        self._sampler = Sampler(reports_processed=reports_processed)
         self._last: SampledTokens | None = None
 
     def fill_in(self, batch: StepBatch, token_ids: torch.Tensor) -> None:
@@ -171,6 +173,8 @@ class StepSampler:
                 stop = min(start + PROMPT_LOGITS_ROWS, end)
                 offset = first - computed
                 logits = self._compute_logits(hidden[offset + start : offset + stop])
+                if self._reports_processed and not state.sampling_params.is_greedy:
+                    logits = logits.float() / state.sampling_params.temperature
                 targets = to_device(state.tokens.values[start + 1 : stop + 1], self._device)
                 pending.append((state.req_id, gather_logprobs(logits, targets, count)))
             state.num_prompt_logprobs = max(end, state.num_prompt_logprobs)

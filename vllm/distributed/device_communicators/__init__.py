@@ -1,0 +1,1 @@
+"""Names of communicators between devices; there are none."""

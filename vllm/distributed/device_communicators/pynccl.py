@@ -1,0 +1,5 @@
+"""The communicator of TRL up to 1.10."""
+
+from vllm.distributed.weight_transfer import NoCommunicator as PyNcclCommunicator
+
+__all__ = ["PyNcclCommunicator"]
