@@ -47,10 +47,10 @@ class TopLogprobs(Field):
     def encode(self, *values: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Encode logits [tokens, vocabulary] and the tokens that follow, int64 [tokens], -1 where
         none is known: its log-probability is NaN."""
-        logits, next_token_ids = values
-        logits = logits.float()
-        if self.temperature != 1.0:
-            logits = logits / self.temperature
+        given, next_token_ids = values
+        logits = given.float()
+        if self.temperature != 1.0:  # in place if float() made a copy
+            logits = torch.div(logits, self.temperature, out=None if logits is given else logits)
         ids = top_ids(logits, self.k)
         is_known = next_token_ids >= 0
         chosen = torch.cat([ids, next_token_ids.clamp(min=0)[:, None]], dim=1)
