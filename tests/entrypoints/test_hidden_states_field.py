@@ -18,7 +18,7 @@ from safetensors.torch import load
 
 from tests.engine.harness import random_prompts
 from tests.entrypoints.live_server import LiveServer, live_server
-from vllm import LLM
+from vllm import LLM, SamplingParams
 from vllm.entrypoints.openai.cli_args import ServerSettings
 from vllm.hidden_states import ExtractRequest, HiddenStatesDataset, HiddenStatesSample
 from vllm.hidden_states.verify import verify_dataset
@@ -126,6 +126,66 @@ def test_in_chats_and_in_vllm_xargs(plain: LiveServer, reference: LLM) -> None:
         check(answer["choices"][0]["hidden_states"], sample)
         assert answer["choices"][0]["message"]["content"] == ""
     assert two["warnings"] == ["the field 'vllm_xargs.other' is not known and has no effect"]
+
+
+@pytest.mark.parametrize("positions", ["all", "generated", "last", [0, -1]])
+def test_rows_of_generated_tokens(positions: Any, plain: LiveServer, reference: LLM) -> None:
+    """A completion with rows is the completion that it is without, and the rows are extract()'s."""
+    settings = {"n": 2, "max_tokens": 6, "temperature": 1.1, "seed": 7, "logprobs": 2}
+    settings |= {"ignore_eos": True}
+    asked = {"layers": [2, "norm"], "positions": positions, "top_logprobs": 3}
+    body = {"prompt": IDS[:2], "return_token_ids": True, **settings}
+    answer = post(plain, hidden_states=asked, **body)
+    without = post(plain, **body)
+    prompts = [{"prompt_token_ids": ids} for ids in IDS[:2]]
+    params = SamplingParams(**settings)  # type: ignore[arg-type]
+    expected = list(reference.extract(prompts, **asked, sampling_params=params))
+    assert len(answer["choices"]) == len(expected) == 4
+    for choice, plain_choice, sample in zip(
+        answer["choices"], without["choices"], expected, strict=True
+    ):
+        rows = choice.pop("hidden_states")
+        check(rows, sample)
+        assert rows["num_prompt_tokens"] == sample.num_prompt_tokens
+        assert choice == plain_choice
+        ids = [*choice["prompt_token_ids"], *choice["token_ids"]]
+        assert ids == sample.token_ids.tolist()
+    assert answer["usage"] == without["usage"]
+
+
+def test_a_chat_with_a_stop_string(plain: LiveServer, reference: LLM, tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": "Why?"}]
+    body = {"messages": messages, "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+    text = post(plain, CHAT, **body)["choices"][0]["message"]["content"]
+    body |= {"stop": text[3:5], "return_token_ids": True}
+    asked = {"layers": [1]}
+    answer = post(plain, CHAT, hidden_states=asked, **body)
+    choice = answer["choices"][0]
+    assert choice["finish_reason"] == "stop"
+    assert choice["message"]["content"] == text[:3]
+    ids = [*answer["prompt_token_ids"], *choice["token_ids"]]
+    (sample,) = reference.extract({"prompt_token_ids": ids}, [1])
+    is_output = torch.arange(len(ids)) >= len(answer["prompt_token_ids"])
+    sample = sample.with_tensors(loss_mask=is_output)
+    check(choice["hidden_states"], sample)
+    with plain.client() as http:
+        streamed = http.post(
+            CHAT, json={**body, "hidden_states": {**asked, "delivery": "safetensors"}}
+        )
+    tensors = load(streamed.content)
+    assert tensors["token_ids"].tolist() == ids
+    assert torch.equal(tensors["hidden_states"], sample.hidden_states)
+    check_folder({"a": streamed.content}, [sample], tmp_path)
+
+
+def test_hooks(plain: LiveServer, reference: LLM) -> None:
+    asked = {"hooks": ["blocks.1.hook_attn_out", "model.layers.2.mlp"], "positions": "every:2"}
+    answer = post(plain, prompt=IDS[1], hidden_states=asked)
+    (sample,) = reference.extract({"prompt_token_ids": IDS[1]}, **asked)
+    body = answer["choices"][0]["hidden_states"]
+    for name, tensor in sample.activations.items():
+        assert torch.equal(decoded(body["tensors"][name]), tensor)
+    assert set(sample.activations) == set(asked["hooks"])
 
 
 def test_openai_s_client(plain: LiveServer, reference: LLM) -> None:
@@ -244,7 +304,10 @@ def test_names_of_files_are_safe(filing: LiveServer) -> None:
         ({"layers": 1, "logprob_temperature": 0}, "body.hidden_states.logprob_temperature"),
         ({"layers": 1, "delivery": "email"}, "body.hidden_states.delivery"),
         ({"layers": 1, "delivery": "file"}, "this server has no storage folder"),
-        ({"layers": 1, "hooks": ["blocks.0"]}, "body.hidden_states.hooks"),
+        ({"layers": 1, "hooks": ["blocks.0.nowhere"]}, "blocks.0.nowhere"),
+        ({"layers": 1, "hooks": "a"}, "body.hidden_states.hooks:"),
+        ({"layers": 1, "hooks": [1]}, "body.hidden_states.hooks.0"),
+        ({"layers": 1, "hooks": ["token_ids"]}, "hooks="),
         ({"layers": 1, "steering": []}, "body.hidden_states.steering"),
         (5, "body.hidden_states:"),
         ([], "body.hidden_states:"),
@@ -261,7 +324,10 @@ def test_wrong_values_are_named(body: Any, message: str, plain: LiveServer) -> N
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ({"n": 2}, "n=2 with hidden_states"),
+        ({"n": 2}, "n=2 with hidden_states: only with max_tokens above 0"),
+        ({"max_tokens": -1}, "max_tokens must be at least 1"),
+        ({"max_tokens": 5, "temperature": 9}, "temperature=9"),
+        ({"max_tokens": 400}, "ask for less"),
         ({"stream": True}, "stream: not together with hidden_states"),
         ({"prompt_logprobs": 0}, "prompt_logprobs: not together"),
         ({"echo": True}, "echo: not together"),

@@ -1,4 +1,4 @@
-"""The field ``hidden_states`` of a request: rows of its tokens, without a connector.
+"""The field ``hidden_states`` of a request: rows of prompt and output, without a connector.
 
 The rows come inline in the reply, as a file in the storage folder, or as the body of the reply.
 """
@@ -28,6 +28,7 @@ from vllm.hidden_states.sample import ExtractRequest, HiddenStatesSample
 from vllm.hidden_states.tensor_file import bytes_of, dtype_name, file_parts
 from vllm.inputs import ParsedPrompt
 from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.sampling_params import SamplingParams
 from vllm.utils.text import safe_name
 from vllm.utils.whole_files import temporary_path
 from vllm.v1.engine.extraction import ByteLimit, ExtractionSettings
@@ -100,23 +101,19 @@ class Extraction:
         """True if the size decides between the reply and a file."""
         return self._delivery == "auto"
 
-    def check(self, max_tokens: int | None, num_choices: int | None) -> None:
-        """Raise ApiError for numbers of tokens or choices that have no rows."""
-        if max_tokens:
-            raise bad_request(
-                f"max_tokens={max_tokens} with hidden_states: rows of generated tokens are not "
-                "supported; use max_tokens=0, or leave it out",
-                "max_tokens",
-            )
-        if num_choices not in (None, 1):
-            raise bad_request(f"n={num_choices} with hidden_states: use 1, or leave it out")
+    async def run(
+        self, prompts: Sequence[ParsedPrompt], params: SamplingParams | None, num_choices: int
+    ) -> list[HiddenStatesSample]:
+        """Return the rows of each choice. params: to generate with; None: rows of the prompts.
 
-    async def run(self, prompts: Sequence[ParsedPrompt]) -> list[HiddenStatesSample]:
-        """Return the rows of each prompt. ValueError: they cannot be served."""
+        ValueError: they cannot be served.
+        """
         options = self._options
-        if self._delivery == "safetensors" and len(prompts) != 1:
+        if params is None and num_choices > 1:
+            raise bad_request(f"n={num_choices} with hidden_states: only with max_tokens above 0")
+        if self.is_stream and len(prompts) * num_choices != 1:
             raise bad_request(
-                f'hidden_states.delivery="safetensors" with {len(prompts)} prompts: send one'
+                f"{_STREAM} with {len(prompts)} prompts and n={num_choices}: ask for one choice"
             )
         if self._state.store is not None and self._delivery != "inline":
             self._state.store.check_quota()
@@ -130,6 +127,8 @@ class Extraction:
             pooling=options.pooling or "none",
             top_logprobs=options.top_logprobs or 0,
             logprob_temperature=options.logprob_temperature or 1.0,
+            sampling_params=params,
+            hooks=options.hooks,
             byte_limit=self._limit,
         )
         requests = [ExtractRequest(_as_prompt(one), mask=options.mask) for one in prompts]
@@ -205,7 +204,10 @@ class Extraction:
         if positions != "all" or options.pooling:
             tensors["positions"] = sample.positions.contiguous()
         model = self._state.engine.model_config
-        pooled = {} if options.pooling in (None, "none") else {"pooling": options.pooling}
+        more = {} if options.pooling in (None, "none") else {"pooling": str(options.pooling)}
+        if (output := sample.output) is not None:
+            more |= {"num_prompt_tokens": str(sample.num_prompt_tokens), "text": output.text}
+            more["finish_reason"] = str(output.finish_reason)
         metadata = {
             "model": self._state.model_name,
             "layer_ids": json.dumps(sample.layer_ids),
@@ -214,18 +216,19 @@ class Extraction:
             "positions": positions if isinstance(positions, str) else "list",
             "dtype": dtype_name(sample.hidden_states.dtype),
             "engine_version": __version__,
-            **pooled,
+            **more,
             **StoredNames(tuple(sample.other_tensors), tuple(constants)).metadata,
             **{name: json.dumps(list(values)) for name, values in constants.items()},
         }
         return file_parts(tensors, metadata)
 
 
-def as_output(prompt: ParsedPrompt, sample: HiddenStatesSample) -> RequestOutput:
-    """Return the output of a request without generated tokens."""
-    completion = CompletionOutput(0, "", [], None, None, "length")
-    ids = sample.token_ids.tolist()
-    return RequestOutput(sample.request_id, prompt.text, ids, None, [completion], True)
+def as_output(prompt: ParsedPrompt, samples: Sequence[HiddenStatesSample]) -> RequestOutput:
+    """Return the output of a prompt from the samples of its choices."""
+    nothing = CompletionOutput(0, "", [], None, None, "length")
+    completions = [nothing if sample.output is None else sample.output for sample in samples]
+    ids = samples[0].token_ids[: samples[0].num_prompt_tokens].tolist()
+    return RequestOutput(samples[0].request_id, prompt.text, ids, None, completions, True)
 
 
 def _as_prompt(prompt: ParsedPrompt) -> Any:
@@ -236,8 +239,11 @@ def _as_prompt(prompt: ParsedPrompt) -> Any:
 
 
 def _place_of(sample: HiddenStatesSample) -> HiddenStatesBody:
-    positions = sample.positions.tolist()
-    return HiddenStatesBody(layers=list(sample.layer_ids), positions=positions)
+    return HiddenStatesBody(
+        layers=list(sample.layer_ids),
+        positions=sample.positions.tolist(),
+        num_prompt_tokens=sample.num_prompt_tokens,
+    )
 
 
 def _inline(sample: HiddenStatesSample) -> HiddenStatesBody:

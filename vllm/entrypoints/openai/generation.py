@@ -51,6 +51,7 @@ from vllm.entrypoints.openai.state import ServerState
 from vllm.inputs import ParsedPrompt
 from vllm.logger import init_logger
 from vllm.outputs import CompletionOutput, Logprob, PromptLogprobs, RequestOutput
+from vllm.sampling_params import SamplingParams
 from vllm.utils.async_utils import merge_async_iterators
 from vllm.utils.text import brief
 from vllm.v1.engine import EngineCoreRequest
@@ -110,6 +111,8 @@ class Generation(ABC, Generic[BodyT]):
         self.extraction = None if rows is None else Extraction(state, rows)
         """The rows that the body asks for."""
         self.prompts: list[ParsedPrompt] = []
+        self._params: SamplingParams | None = None
+        """Settings of a request that asks for rows."""
         self._request = request
         self._files = reply_files(request.scope)
         self._num_tokens: Counter[int] = Counter()
@@ -160,9 +163,8 @@ class Generation(ABC, Generic[BodyT]):
         options = self.wanted()
         max_tokens = options.max_tokens
         if self.extraction is not None:
-            self.extraction.check(max_tokens, self.body.n)
-            max_tokens = 0
-        else:
+            max_tokens = max_tokens or 0
+        if self.extraction is None or max_tokens:
             check_max_tokens(max_tokens, self.state.max_model_len)
         self.prompts = [fit(self.state, one, self.body, max_tokens) for one in options.prompts]
         if self.extraction is None:
@@ -170,6 +172,11 @@ class Generation(ABC, Generic[BodyT]):
             self.requests = [
                 self._process(index, prompt, options) for index, prompt in enumerate(self.prompts)
             ]
+            return
+        logprobs = options.logprobs
+        self._params = make_sampling_params(
+            self.state, self.body, max_tokens=max_tokens, logprobs=logprobs
+        )
 
     def _check_path(self, num_choices: int) -> None:
         """Raise ApiError if several choices would write the file at one path, one after another."""
@@ -258,12 +265,18 @@ class Generation(ABC, Generic[BodyT]):
         return [ended[index] for index in range(len(self.requests))]
 
     async def _answer_with_rows(self, extraction: Extraction) -> Response:
-        samples = await extraction.run(self.prompts)
+        assert self._params is not None
+        count, params = self.body.n or 1, self._params if self._params.max_tokens else None
+        samples = await extraction.run(self.prompts, params, count)
         if extraction.is_stream:
             return await extraction.stream(samples[0])
-        names = [self.request_id(index) for index in range(len(samples))]
+        names = [self.request_id(index // count) for index in range(len(samples))]
         rows = await extraction.bodies(samples, names, self._request, self._files)
-        reply = self._make_reply([*map(as_output, self.prompts, samples)], rows)
+        outputs = [
+            as_output(prompt, samples[index * count : (index + 1) * count])
+            for index, prompt in enumerate(self.prompts)
+        ]
+        reply = self._make_reply(outputs, rows)
         # FastAPI would check large texts, and encode them on the event loop.
         content = await asyncio.to_thread(reply.model_dump_json)
         return Response(content, media_type="application/json")

@@ -37,6 +37,7 @@ MAX_NAMES_LOGGED = 200
 MAX_ERRORS_TOLD = 20
 MAX_MESSAGES = 16384
 MAX_TOOLS = 1024
+MAX_HOOKS = 1024
 _names_logged: set[str] = set()
 
 
@@ -115,7 +116,7 @@ LayersField = Annotated[
 ]
 PositionsField = Annotated[
     _Text | Annotated[list[Annotated[Int64, Strict()]], Field(fail_fast=True), Tag("<list>")],
-    _one_of(_list_form, "all, last, mask, every:K, or a list of positions"),
+    _one_of(_list_form, "all, last, mask, every:K, generated, or a list of positions"),
 ]
 
 
@@ -127,8 +128,8 @@ class HiddenStatesRequest(Described):
     layers: LayersField | None = None
     """Layers such as ``[2, 12, -1]``, ``"0:24:4,last"`` or ``"norm"``."""
     positions: PositionsField | None = None
-    """Tokens whose rows are wanted: ``"all"`` (default), ``"last"``, ``"every:K"``, ``"mask"``, or
-    a list of positions."""
+    """Tokens whose rows are wanted: ``"all"`` (default), ``"last"``, ``"every:K"``, ``"mask"``,
+    ``"generated"``, or a list of positions in prompt and output."""
     mask: Annotated[list[Annotated[int, Field(ge=0, le=1)]], Field(fail_fast=True)] | None = None
     """A boolean for each token of the prompt, for ``positions="mask"``."""
     dtype: Literal["auto", "float32", "bfloat16", "float16", "fp8"] | None = None
@@ -139,6 +140,8 @@ class HiddenStatesRequest(Described):
     """Keep so many most likely next tokens with each row, with their log-probabilities."""
     logprob_temperature: Annotated[float, Strict(), Field(ge=1e-4, le=1e4)] | None = None
     """Divides the logits before the softmax of ``top_logprobs``."""
+    hooks: Annotated[Texts, Field(max_length=MAX_HOOKS)] | None = None
+    """Names of hook points, whose values are kept as tensors of these names."""
     delivery: Literal["auto", "inline", "file", "safetensors"] | None = None
     """``"inline"``: base64 in the reply. ``"file"``: a file in the server's storage folder.
     ``"safetensors"``: the body of the reply is a safetensors file. ``"auto"`` (default): inline, or
@@ -299,7 +302,8 @@ class GenerationBody(Body):
     request_id: str | None = None
     """Name of the request in logs and files; a random one by default."""
     hidden_states: HiddenStatesRequest | None = None
-    """Return the rows of the prompt's tokens; no connector is needed."""
+    """Return rows of the tokens of prompt and output; no connector is needed. ``max_tokens``
+    is then 0 by default, which generates nothing."""
     vllm_xargs: ExtraArguments | None = None
     """Arguments for extensions: ``hidden_states``, as above."""
     kv_transfer_params: dict[str, Any] | None = None

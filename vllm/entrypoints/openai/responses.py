@@ -66,7 +66,9 @@ class HiddenStatesBody(Described):
     layers: list[int | str]
     """Layer ids, in the order of the columns."""
     positions: list[int]
-    """Positions of the rows' tokens."""
+    """Positions of the rows' tokens, counted over prompt and output."""
+    num_prompt_tokens: int
+    """Tokens of the prompt; the others were generated."""
     tensors: WhenKnown[dict[str, TensorBody]] = None
     """[rows, ...] each: ``hidden_states`` [rows, layers, hidden], and what else was requested."""
     constants: WhenKnown[dict[str, list[int]]] = None

@@ -125,6 +125,8 @@ def _tensor_of(header: Any, frames: Sequence[bytes]) -> torch.Tensor:
 
     dtype_name, shape, index = header
     dtype: torch.dtype = getattr(torch, dtype_name)
+    if not frames[index]:  # frombuffer takes no empty buffer
+        return torch.empty(shape, dtype=dtype)
     return torch.frombuffer(bytearray(frames[index]), dtype=dtype).reshape(shape)
 
 
