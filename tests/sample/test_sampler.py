@@ -15,7 +15,7 @@ from tests.sample.sampler_harness import make_row, naive_probabilities, run, sof
 from vllm.sampling_params import SamplingParams
 from vllm.v1.sample.logits_processors import edit_logits
 from vllm.v1.sample.logprobs import gather_logprobs
-from vllm.v1.sample.metadata import LogitEdits, SamplerRow, SamplingMetadata, bad_endings
+from vllm.v1.sample.metadata import LogitEdits, SamplerRow, SamplingMetadata
 from vllm.v1.sample.sampler import Sampler
 
 
