@@ -103,7 +103,15 @@ def test_an_option_with_a_longer_name_is_another(
         get_model(vllm_config=make_config(folder))
 
 
-def test_attention_to_later_tokens_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "qwen3_5"])
+def test_attention_to_later_tokens_is_refused(family: str, tmp_path: Path) -> None:
+    """transformers reads ``is_causal`` for every decoder; models for vectors state it."""
+    folder = make_checkpoint(tmp_path, family, tokenizer=False, is_causal=False)
+    with pytest.raises(ValueError, match=r"config.json: is_causal=False is not supported"):
+        LLM(str(folder), **OPTIONS)
+
+
+def test_attention_of_gemma_to_later_tokens_is_refused(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path, "gemma3", tokenizer=False, use_bidirectional_attention=True)
     with pytest.raises(ValueError, match=r"use_bidirectional_attention=True is not supported"):
         LLM(str(folder), **OPTIONS)

@@ -212,7 +212,7 @@ class DecoderForCausalLM(Layer):
                 "supported; override make_layer(vllm_config, index, prefix)"
             )
         config = vllm_config.model_config.hf_text_config
-        require_option(config, **self.supported_options)
+        require_option(config, is_causal=True, **self.supported_options)
         return self.model_class(
             config,
             lambda index, layer_prefix: self.make_layer(vllm_config, index, layer_prefix),

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 Made = TypeVar("Made")
-_NOT_CAUSAL = ("use_bidirectional_attention", "add_cross_attention")
+_NOT_CAUSAL = ("is_causal", "use_bidirectional_attention", "add_cross_attention")
 """Entries of a config that let a token depend on more than earlier tokens."""
 _TRANSFORMERS_MODULE = "vllm.model_executor.transformers_modules.model:TransformersForCausalLM"
 
