@@ -19,7 +19,13 @@ if TYPE_CHECKING:
     from vllm.inputs import TextPrompt as TextPrompt
     from vllm.inputs import TokensPrompt as TokensPrompt
     from vllm.model_classes import ModelRegistry as ModelRegistry
+    from vllm.outputs import ClassificationOutput as ClassificationOutput
+    from vllm.outputs import ClassificationRequestOutput as ClassificationRequestOutput
     from vllm.outputs import CompletionOutput as CompletionOutput
+    from vllm.outputs import EmbeddingOutput as EmbeddingOutput
+    from vllm.outputs import EmbeddingRequestOutput as EmbeddingRequestOutput
+    from vllm.outputs import PoolingOutput as PoolingOutput
+    from vllm.outputs import PoolingRequestOutput as PoolingRequestOutput
     from vllm.outputs import RequestOutput as RequestOutput
     from vllm.sampling_params import SamplingParams as SamplingParams
     from vllm.steering import SteeringVector as SteeringVector
@@ -29,11 +35,17 @@ if TYPE_CHECKING:
 _MODULE_OF = {
     "AsyncEngineArgs": "vllm.engine.arg_utils",
     "AsyncLLM": "vllm.v1.engine.async_llm",
+    "ClassificationOutput": "vllm.outputs",
+    "ClassificationRequestOutput": "vllm.outputs",
     "CompletionOutput": "vllm.outputs",
+    "EmbeddingOutput": "vllm.outputs",
+    "EmbeddingRequestOutput": "vllm.outputs",
     "EngineArgs": "vllm.engine.arg_utils",
     "LLM": "vllm.entrypoints.llm",
     "LLMEngine": "vllm.v1.engine.llm_engine",
     "ModelRegistry": "vllm.model_classes",
+    "PoolingOutput": "vllm.outputs",
+    "PoolingRequestOutput": "vllm.outputs",
     "PromptType": "vllm.inputs",
     "RequestOutput": "vllm.outputs",
     "SamplingParams": "vllm.sampling_params",

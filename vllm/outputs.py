@@ -1,12 +1,14 @@
-"""The results that a user gets back: requests, their completions, log-probabilities."""
+"""The results that a user gets back: completions with log-probabilities, and pooled results."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 if TYPE_CHECKING:
+    import torch
+
     from vllm.exceptions import Failure
     from vllm.v1.outputs import ExtractedRows
 
@@ -81,3 +83,71 @@ class RequestOutput:
     """Prompt tokens that were found in the prefix cache."""
     kv_transfer_params: dict[str, Any] | None = None
     """The ``kv_transfer_params`` of the first completion."""
+
+
+OutputT = TypeVar("OutputT")
+
+
+@dataclass
+class PoolingOutput:
+    """The numbers of one prompt: float32 [hidden] or [labels], or one such row per token."""
+
+    data: torch.Tensor
+
+
+@dataclass
+class EmbeddingOutput:
+    """The vector of one prompt."""
+
+    embedding: list[float]
+
+    @property
+    def hidden_size(self) -> int:
+        return len(self.embedding)
+
+
+@dataclass
+class ClassificationOutput:
+    """The classes of one prompt, in the order of the head's rows."""
+
+    probs: list[float]
+    """Probabilities; the raw score of a head with one label, or of a regression."""
+    label: str | None = None
+    """The most probable class by the config's ``id2label``."""
+
+    @property
+    def num_classes(self) -> int:
+        return len(self.probs)
+
+
+@dataclass
+class PoolingRequestOutput(Generic[OutputT]):
+    """The result of a prompt that was reduced to one vector, or to one per token."""
+
+    request_id: str
+    outputs: OutputT
+    prompt_token_ids: list[int]
+    finished: bool = True
+
+
+class EmbeddingRequestOutput(PoolingRequestOutput[EmbeddingOutput]):
+    """The vector of a prompt, from ``LLM.embed``."""
+
+    @classmethod
+    def of(cls, result: PoolingRequestOutput[PoolingOutput]) -> EmbeddingRequestOutput:
+        """Return the tensor as a list."""
+        output = EmbeddingOutput(result.outputs.data.tolist())
+        return cls(result.request_id, output, result.prompt_token_ids)
+
+
+class ClassificationRequestOutput(PoolingRequestOutput[ClassificationOutput]):
+    """The classes of a prompt, from ``LLM.classify``."""
+
+    @classmethod
+    def of(
+        cls, result: PoolingRequestOutput[PoolingOutput], labels: Sequence[str | None]
+    ) -> ClassificationRequestOutput:
+        """Return the tensor as a list, and the most probable of ``labels``."""
+        data = result.outputs.data
+        output = ClassificationOutput(data.tolist(), labels[int(data.argmax())])
+        return cls(result.request_id, output, result.prompt_token_ids)

@@ -89,6 +89,18 @@ def extractions(llm: LLM) -> Iterator[Callable[[], object]]:
             yield lambda record=record: extract(record)  # type: ignore[misc]
 
 
+def poolings(llm: LLM) -> Iterator[Callable[[], object]]:
+    def embed(prompt: Any, **options: Any) -> object:
+        return llm.embed([prompt], **options)
+
+    names = ("pooling", "normalize", "dimensions", "truncate_prompt_tokens", "truncation_side")
+    for value in VALUES:
+        for name in (*names, "add_special_tokens"):
+            yield lambda some={name: value}: embed(IDS, **some)  # type: ignore[misc]
+        yield lambda value=value: llm.encode([IDS], value)  # type: ignore[misc]
+        yield lambda value=value: embed(value, truncate_prompt_tokens=3)  # type: ignore[misc]
+
+
 def rows_while(
     attack: Iterator[Callable[[], object]], work: Callable[[], list[torch.Tensor]]
 ) -> list[str]:
@@ -142,4 +154,15 @@ def test_extraction(checkpoint: Checkpoint) -> None:
             return [one.rows() for one in llm.extract([IDS, IDS[::-1]], [1, -1])]
 
         assert rows_while(extractions(llm), work) == []
+        check_nothing_is_left(llm)
+
+
+def test_pooling(checkpoint: Checkpoint) -> None:
+    options: dict[str, Any] = {"max_model_len": 96, "hf_overrides": {"is_matryoshka": True}}
+    with engine(checkpoint("llama"), enable_prompt_embeds=True, **options) as llm:
+
+        def work() -> list[torch.Tensor]:
+            return [llm.embed([IDS, IDS[::-1]], as_tensor=True)]
+
+        assert rows_while(poolings(llm), work) == []
         check_nothing_is_left(llm)

@@ -26,6 +26,9 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": HELLO, **ENOUGH},
     "/v1/completions/render": {"prompt": [5, 6], **ENOUGH},
     "/v1/chat/completions/render": {"messages": HELLO, **ENOUGH},
+    "/v1/embeddings": {"input": [5, 6]},
+    "/pooling": {"input": [5, 6]},
+    "/classify": {"input": [5, 6]},
     "/tokenize": {"prompt": "x"},
     "/detokenize": {"tokens": [5]},
 }

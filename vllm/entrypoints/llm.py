@@ -7,7 +7,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, TypeVar, Unpack, overload
 
 from tqdm import tqdm
 
@@ -16,7 +16,7 @@ from vllm.hidden_states.layer_ids import Layers
 from vllm.hidden_states.names import Pooling
 from vllm.hidden_states.sample import FailedSample, HiddenStatesSample
 from vllm.inputs import PromptType, as_prompt_list
-from vllm.outputs import RequestOutput
+from vllm.outputs import ClassificationRequestOutput, EmbeddingRequestOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.steering import SteeringVector
 from vllm.transformers_utils.chat_template import (
@@ -26,10 +26,18 @@ from vllm.transformers_utils.chat_template import (
     load_chat_template,
     render_chat,
 )
+from vllm.transformers_utils.pooling_config import VectorPooling
 from vllm.transformers_utils.tokenizer import TokenizerLike
 from vllm.v1.engine.extraction import ExtractionFeed, ExtractionSettings, OnError
 from vllm.v1.engine.input_processor import ProcessedInput
 from vllm.v1.engine.llm_engine import LLMEngine
+from vllm.v1.engine.pooling import (
+    Pooled,
+    PoolingOptions,
+    PoolingTask,
+    PromptOptions,
+    stacked,
+)
 from vllm.v1.engine.shared_engine import Call, SharedEngine
 
 if TYPE_CHECKING:
@@ -256,11 +264,12 @@ class LLM:
             *(add_special_tokens, top_logprobs, logprob_temperature, sampling_params, hooks),
             *(mask, steering),
         )
-        engine = self.llm_engine
-        feed = ExtractionFeed(
-            engine.vllm_config, engine.input_processor, prompts, settings, self._chat_template
-        )
+        feed = self._feed(prompts, settings)
         return self._extract(feed, _Progress(feed.num_prompts, use_tqdm))
+
+    def _feed(self, prompts: Any, settings: ExtractionSettings) -> ExtractionFeed:
+        config, processor = self.llm_engine.vllm_config, self.llm_engine.input_processor
+        return ExtractionFeed(config, processor, prompts, settings, self._chat_template)
 
     def _extract(
         self, feed: ExtractionFeed, progress: _Progress
@@ -292,6 +301,126 @@ class LLM:
         for request, error in zip(requests, self._engine.submit(call, requests), strict=True):
             if error is not None:
                 feed.refuse(request.external_id, error)
+
+    def encode(
+        self,
+        prompts: Any,
+        pooling_task: PoolingTask = "embed",
+        *,
+        pooling: VectorPooling | None = None,
+        normalize: bool | None = None,
+        dimensions: int | None = None,
+        use_activation: bool | None = None,
+        use_tqdm: ProgressBar = False,
+        **options: Unpack[PromptOptions],
+    ) -> list[Pooled]:
+        """Reduce prompts to tensors, ``output.outputs.data``: one per prompt, in their order.
+
+        Args:
+            prompts: as for :meth:`extract`.
+            pooling_task: ``"embed"``, ``"classify"``: see :meth:`embed` and :meth:`classify`;
+                ``"token_embed"``, ``"token_classify"``: the same of each token.
+            pooling, normalize, dimensions: see :meth:`embed`.
+            use_activation: False: raw scores; see :meth:`classify`.
+            use_tqdm: as for :meth:`generate`.
+            options: ``truncate_prompt_tokens``, ``truncation_side`` and ``add_special_tokens``.
+
+        Raises:
+            ValueError: the checkpoint cannot serve the task, or a prompt is wrong.
+            HiddenStatesError: the states of a prompt are wrong (not finite, all zero).
+        """
+        task = (pooling_task, pooling, normalize, dimensions, use_activation)
+        return self._encode(prompts, PoolingOptions(*task, **options), use_tqdm)
+
+    @overload
+    def embed(
+        self,
+        prompts: Any,
+        pooling: VectorPooling | None = ...,
+        normalize: bool | None = ...,
+        dimensions: int | None = ...,
+        *,
+        as_tensor: Literal[False] = ...,
+        use_tqdm: ProgressBar = ...,
+        **options: Unpack[PromptOptions],
+    ) -> list[EmbeddingRequestOutput]: ...
+
+    @overload
+    def embed(
+        self,
+        prompts: Any,
+        pooling: VectorPooling | None = ...,
+        normalize: bool | None = ...,
+        dimensions: int | None = ...,
+        *,
+        as_tensor: Literal[True],
+        use_tqdm: ProgressBar = ...,
+        **options: Unpack[PromptOptions],
+    ) -> torch.Tensor: ...
+
+    def embed(
+        self,
+        prompts: Any,
+        pooling: VectorPooling | None = None,
+        normalize: bool | None = None,
+        dimensions: int | None = None,
+        *,
+        as_tensor: bool = False,
+        use_tqdm: ProgressBar = False,
+        **options: Unpack[PromptOptions],
+    ) -> list[EmbeddingRequestOutput] | torch.Tensor:
+        """Return a vector of each prompt: the pooled state after the final norm, in float32.
+
+        Args:
+            prompts: as for :meth:`extract`.
+            pooling: ``"last"``: the state of the last token; ``"mean"``: the mean over all tokens.
+                Default: what the checkpoint says (modules.json), else ``"last"``.
+            normalize: give vectors the length 1. Default: what the checkpoint says, else True.
+            dimensions: keep only so many elements, before normalising, if config.json says that
+                the model was trained for this.
+            as_tensor: return one tensor [prompts, hidden] instead of a list of outputs.
+            use_tqdm: as for :meth:`generate`.
+            options: as for :meth:`encode`.
+        """
+        settings = PoolingOptions("embed", pooling, normalize, dimensions, **options)
+        results = self._encode(prompts, settings, use_tqdm)
+        if not as_tensor:
+            return [EmbeddingRequestOutput.of(result) for result in results]
+        return stacked(results, dimensions or self.model_config.get_hidden_size())
+
+    def classify(
+        self,
+        prompts: Any,
+        *,
+        use_activation: bool | None = None,
+        use_tqdm: ProgressBar = False,
+        **options: Unpack[PromptOptions],
+    ) -> list[ClassificationRequestOutput]:
+        """Return the classes of each prompt, by the head of ``*ForSequenceClassification``.
+
+        ``outputs.probs`` has a probability for each label (softmax; sigmoid for
+        ``multi_label_classification``), or the raw score of a head with one label or of a
+        regression. ``use_activation=False``: always raw scores.
+        """
+        settings = PoolingOptions("classify", use_activation=use_activation, **options)
+        labels = self.llm_engine.pooler.head.labels
+        results = self._encode(prompts, settings, use_tqdm)
+        return [ClassificationRequestOutput.of(result, labels) for result in results]
+
+    def reward(
+        self, prompts: Any, *, use_tqdm: ProgressBar = False, **options: Unpack[PromptOptions]
+    ) -> list[Pooled]:
+        """Return the raw scores of each prompt, ``outputs.data`` float32 [labels]: the reward of
+        ``*ForSequenceClassification``, or the value of its last token by TRL's value head."""
+        settings = PoolingOptions("classify", use_activation=False, **options)
+        return self._encode(prompts, settings, use_tqdm)
+
+    def _encode(self, prompts: Any, options: PoolingOptions, use_tqdm: ProgressBar) -> list[Pooled]:
+        call = self.llm_engine.pooler.call(options)
+        feed = self._feed(prompts, call.settings)
+        return [
+            call.output(one) for one in self._extract(feed, _Progress(feed.num_prompts, use_tqdm))
+        ]
 
     def get_tokenizer(self) -> TokenizerLike:
         """Return the transformers tokenizer of the model."""

@@ -213,6 +213,16 @@ def load_json_file(
     model: str, filename: str, *, revision: str | None = None, hf_token: bool | str | None = None
 ) -> dict[str, Any] | None:
     """Return the JSON object in ``filename`` of a checkpoint, or None if there is no such file."""
+    content = load_json(model, filename, revision=revision, hf_token=hf_token)
+    if content is not None and not isinstance(content, dict):
+        raise ValueError(f"model={model!r}: {filename} does not hold a JSON object")
+    return content
+
+
+def load_json(
+    model: str, filename: str, *, revision: str | None = None, hf_token: bool | str | None = None
+) -> Any:
+    """Return the content of a checkpoint's JSON file, or None if there is no such file."""
     folder = Path(model).expanduser()
     if folder.is_dir() or _is_path(model):
         path = folder / filename
@@ -231,12 +241,9 @@ def load_json_file(
     if not path.is_file():
         return None
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} does not hold a JSON object")
-    return content
 
 
 def stored_dtype(model: str) -> torch.dtype | None:

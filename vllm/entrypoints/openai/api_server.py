@@ -16,13 +16,24 @@ from vllm.entrypoints.openai.chat import Chat
 from vllm.entrypoints.openai.completion import Completion
 from vllm.entrypoints.openai.errors import EXCEPTION_HANDLERS, ErrorResponse, bad_form
 from vllm.entrypoints.openai.limits import install_limits
+from vllm.entrypoints.openai.pooling import (
+    ClassificationAnswer,
+    EmbeddingAnswer,
+    PoolingAnswer,
+)
 from vllm.entrypoints.openai.protocol import (
     ChatBody,
     ChatCompletionRequest,
+    ClassificationBody,
+    ClassificationRequest,
     CompletionBody,
     CompletionRequest,
     DetokenizeBody,
     DetokenizeRequest,
+    EmbeddingBody,
+    EmbeddingRequest,
+    PoolingBody,
+    PoolingRequest,
     TokenizeBody,
     TokenizeRequest,
 )
@@ -30,12 +41,15 @@ from vllm.entrypoints.openai.request_prompts import render
 from vllm.entrypoints.openai.responses import (
     ChatChunk,
     ChatCompletionResponse,
+    ClassificationResponse,
     CompletionChunk,
     CompletionResponse,
     DetokenizeResponse,
+    EmbeddingResponse,
     ModelCard,
     ModelList,
     ModelPermission,
+    PoolingResponse,
     RenderedRequest,
     Reply,
     TokenizeResponse,
@@ -59,6 +73,9 @@ _MESSAGES = [{"role": "user", "content": "A question?"}]
 EXAMPLES: dict[type[BaseModel], dict[str, Any]] = {
     CompletionRequest: {"prompt": "A text.", "max_tokens": 16},
     ChatCompletionRequest: {"messages": _MESSAGES, "max_tokens": 16},
+    EmbeddingRequest: {"input": ["A text.", "Another."]},
+    PoolingRequest: {"input": "A text.", "task": "embed"},
+    ClassificationRequest: {"input": "A text."},
     TokenizeRequest: {"prompt": "A text."},
     DetokenizeRequest: {"tokens": [1, 2, 3]},
 }
@@ -67,7 +84,7 @@ _OF_BODIES = (400, 404, 413, 503)
 _REF = "#/components/schemas/{model}"
 _DESCRIBED: tuple[type[BaseModel], ...] = (
     *(CompletionRequest, ChatCompletionRequest, TokenizeRequest, DetokenizeRequest),
-    *(CompletionChunk, ChatChunk),
+    *(EmbeddingRequest, PoolingRequest, ClassificationRequest, CompletionChunk, ChatChunk),
 )
 """Models that FastAPI does not see: bodies, which our own dependency reads, and events."""
 
@@ -172,6 +189,35 @@ async def render_chat_completion(state: State, request: Request, body: ChatBody)
     """Return token ids and settings of a chat request."""
     (rendered,) = await Chat(state, body, request).render()
     return rendered
+
+
+# ---- vectors and classes
+
+
+@router.post(
+    "/v1/embeddings",
+    response_model=EmbeddingResponse,
+    **_takes(EmbeddingRequest, 429, 500),
+)
+async def create_embedding(state: State, request: Request, body: EmbeddingBody) -> Response:
+    """Return a vector of each input: the pooled state after the final norm."""
+    return await EmbeddingAnswer(state, body, request).answer()
+
+
+@router.post("/pooling", response_model=PoolingResponse, **_takes(PoolingRequest, 429, 500))
+async def pool(state: State, request: Request, body: PoolingBody) -> Response:
+    """Return a vector or scores of each input, or of each of its tokens."""
+    return await PoolingAnswer(state, body, request).answer()
+
+
+@router.post(
+    "/classify",
+    response_model=ClassificationResponse,
+    **_takes(ClassificationRequest, 429, 500),
+)
+async def classify(state: State, request: Request, body: ClassificationBody) -> Response:
+    """Return the classes of each input."""
+    return await ClassificationAnswer(state, body, request).answer()
 
 
 # ---- the tokenizer

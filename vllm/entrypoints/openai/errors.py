@@ -18,8 +18,9 @@ from starlette.responses import Response
 from vllm.exceptions import Failure, FailureError, FailureKind, VLLMValidationError
 
 NAMED_PARAMS = {
-    "input_tokens", "logprobs", "max_tokens", "model", "prompt", "prompt_logprobs",
-    "stream_options", "suffix", "temperature", "top_logprobs", "top_p", "truncate_prompt_tokens",
+    "dimensions", "input", "input_tokens", "logprobs", "max_tokens", "model", "prompt",
+    "prompt_logprobs", "stream_options", "suffix", "temperature", "top_logprobs", "top_p",
+    "truncate_prompt_tokens",
 }  # fmt: skip
 """Fields that ``param`` may name; errors of other fields name them in the message only."""
 MAX_MESSAGE_LENGTH = 4000

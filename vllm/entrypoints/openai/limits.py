@@ -36,7 +36,16 @@ OPEN_PATHS = {
 }  # fmt: skip
 """Paths that answer without a key, and while the server shuts down."""
 GENERATION_PATHS = frozenset(
-    {"/v1/completions", "/v1/chat/completions", "/generate/", "/chat/", "/get_sequence_logprobs/"}
+    {
+        "/v1/completions",
+        "/v1/chat/completions",
+        "/generate/",
+        "/chat/",
+        "/get_sequence_logprobs/",
+        "/v1/embeddings",
+        "/pooling",
+        "/classify",
+    }  # fmt: skip
 )
 """Paths of POST requests that are limited in number, counted for ``/load``, timed, and aborted
 when their client disconnects."""

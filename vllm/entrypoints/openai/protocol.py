@@ -230,7 +230,22 @@ class StreamOptions(Described):
     """Send token counts in every chunk."""
 
 
-class GenerationBody(Body):
+class PromptFields(Body):
+    """Fields about the prompts, which all requests that run the model share."""
+
+    truncate_prompt_tokens: Annotated[Int64, Field(ge=-1)] | None = None
+    """Keep this many tokens of the prompt; -1: as many as leave room for the output."""
+    truncation_side: Literal["left", "right"] | None = None
+    """The side of the prompt that is cut off. Default: left to generate, right to pool."""
+    add_special_tokens: bool | None = None
+    """Add the tokenizer's special tokens, such as begin-of-text; by default to texts only."""
+    cache_salt: str | None = None
+    """Prompts share cached prefixes only if their salts are equal."""
+    request_id: str | None = None
+    """Name of the request in logs and files; a random one by default."""
+
+
+class GenerationBody(PromptFields):
     """Fields that completions and chat completions share."""
 
     n: int | None = Field(default=None, le=1024, json_schema_extra={"minimum": 1})
@@ -289,18 +304,8 @@ class GenerationBody(Body):
     return_tokens_as_token_ids: bool | None = None
     """Write tokens in ``logprobs`` as ``token_id:<id>``."""
 
-    truncate_prompt_tokens: Annotated[Int64, Field(ge=-1)] | None = None
-    """Keep this many tokens of the prompt; -1: as many as leave room for the output."""
-    truncation_side: Literal["left", "right"] | None = None
-    """The side of the prompt that is cut off; left by default."""
-    add_special_tokens: bool | None = None
-    """Add the tokenizer's special tokens, such as begin-of-text; by default to texts only."""
-    cache_salt: str | None = None
-    """Prompts share cached prefixes only if their salts are equal."""
     priority: Int64 | None = None
     """Lower numbers go first; others than 0 need ``--scheduling-policy priority``."""
-    request_id: str | None = None
-    """Name of the request in logs and files; a random one by default."""
     hidden_states: HiddenStatesRequest | None = None
     """Return rows of the tokens of prompt and output; no connector is needed. ``max_tokens``
     is then 0 by default, which generates nothing."""
@@ -362,6 +367,49 @@ class ChatCompletionRequest(ChatFields, GenerationBody):
     """"auto" (the default) or "none"."""
 
 
+class PooledBody(ChatFields, PromptFields):
+    """Fields that requests for vectors and for classes share."""
+
+    model_config = ConfigDict(
+        extra="allow",
+        json_schema_extra={"anyOf": [{"required": ["input"]}, {"required": ["messages"]}]},
+    )
+
+    input: Prompt | None = None
+    """A text, a list of token ids, or a list of either: one result for each."""
+    messages: Messages | None = None
+    """A conversation, instead of ``input``."""
+
+
+class ClassificationRequest(PooledBody):
+    """Body of /classify."""
+
+    use_activation: bool | None = None
+    """False: raw scores instead of probabilities."""
+
+
+class EmbeddingRequest(PooledBody):
+    """Body of /v1/embeddings."""
+
+    encoding_format: Literal["float", "base64"] | None = None
+    """``base64``: the float32 numbers in little-endian order, as one text."""
+    dimensions: Int64 | None = documented(minimum=1)
+    """Length of the vectors, if the model was trained for shorter ones."""
+    pooling: Literal["last", "mean"] | None = None
+    """The state of the last token, or the mean of all; by default what the checkpoint says."""
+    normalize: bool | None = None
+    """Give vectors the length 1; by default what the checkpoint says, else true."""
+    user: str | None = None
+    """Accepted, without effect."""
+
+
+class PoolingRequest(EmbeddingRequest, ClassificationRequest):
+    """Body of /pooling."""
+
+    task: Literal["embed", "classify", "token_embed", "token_classify"] | None = None
+    """A vector (the default) or scores of each input, or of each token."""
+
+
 class TokenizeRequest(ChatFields, Body):
     """Body of /tokenize: a text, or a conversation."""
 
@@ -389,6 +437,9 @@ class DetokenizeRequest(Body):
 
 CompletionBody = Annotated[CompletionRequest, Depends(CompletionRequest.read)]
 ChatBody = Annotated[ChatCompletionRequest, Depends(ChatCompletionRequest.read)]
+EmbeddingBody = Annotated[EmbeddingRequest, Depends(EmbeddingRequest.read)]
+PoolingBody = Annotated[PoolingRequest, Depends(PoolingRequest.read)]
+ClassificationBody = Annotated[ClassificationRequest, Depends(ClassificationRequest.read)]
 TokenizeBody = Annotated[TokenizeRequest, Depends(TokenizeRequest.read)]
 DetokenizeBody = Annotated[DetokenizeRequest, Depends(DetokenizeRequest.read)]
 

@@ -35,21 +35,21 @@ _SETTINGS = (GenerationBody.model_fields.keys() & set(SamplingParams.__struct_fi
 
 
 def split_prompts(
-    prompt: str | list[int] | list[str] | list[list[int]] | None,
+    prompt: str | list[int] | list[str] | list[list[int]] | None, field: str = "prompt"
 ) -> list[str] | list[list[int]]:
-    """Return the prompts of a completion request; raises ApiError if one is missing or empty."""
+    """Return the prompts in a field of a request; raises ApiError if one is missing or empty."""
     if prompt is None or prompt == "":
-        raise bad_request("prompt: a text or token ids are needed", "prompt")
+        raise bad_request(f"{field}: a text or token ids are needed", field)
     if isinstance(prompt, str):
         return [prompt]
     if not prompt:
-        raise bad_request("the prompt is empty: at least one token id is needed")
+        raise bad_request(f"the {field} is empty: at least one token id is needed")
     if isinstance(prompt[0], int):
         return [prompt]
     prompts: list[str] | list[list[int]] = prompt
     for index, one in enumerate(prompts):
         if not one:
-            raise bad_request(f"prompt {index} of the list is empty")
+            raise bad_request(f"{field} {index} of the list is empty")
     return prompts
 
 

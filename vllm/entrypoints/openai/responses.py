@@ -273,6 +273,68 @@ class ChatChunk(Chunk):
     prompt_token_ids: WhenKnown[list[int]] = None
 
 
+class PooledItem(Described):
+    """The result of one input."""
+
+    index: int
+    object: str
+
+
+class Embedding(PooledItem):
+    """The vector of one input."""
+
+    object: str = "embedding"
+    embedding: list[float] | str
+
+
+class Pooled(PooledItem):
+    """The numbers of one input, or a list of them for each of its tokens."""
+
+    object: str = "pooling"
+    data: list[float] | list[list[float]] | str
+
+
+class Classes(Described):
+    """The classes of one input."""
+
+    index: int
+    label: str | None
+    """The most probable one."""
+    probs: list[float]
+    num_classes: int
+
+
+class PooledAnswer(Described):
+    """Fields of every answer of vectors or classes."""
+
+    id: str
+    object: str = "list"
+    created: int
+    model: str
+    data: list[Any]
+    usage: Usage
+    warnings: WhenKnown[list[str]] = None
+    """Fields of the request that had no effect."""
+
+
+class EmbeddingResponse(PooledAnswer):
+    """Answer of /v1/embeddings."""
+
+    data: list[Embedding]
+
+
+class PoolingResponse(PooledAnswer):
+    """Answer of /pooling."""
+
+    data: list[Pooled]
+
+
+class ClassificationResponse(PooledAnswer):
+    """Answer of /classify."""
+
+    data: list[Classes]
+
+
 class ModelPermission(Described):
     """The permissions of a model in the OpenAI API."""
 

@@ -38,7 +38,6 @@ from vllm.model_executor.models.decoder_block import (
 from vllm.model_executor.models.decoder_loop import DecoderLayer, run_decoder_layers
 from vllm.model_executor.models.interfaces import has_aux_layers
 from vllm.model_executor.models.utils import (
-    OTHER_HEADS,
     STACKED_GATE_UP,
     STACKED_QKV,
     AutoWeightsLoader,
@@ -48,6 +47,7 @@ from vllm.model_executor.models.utils import (
     make_layers,
     maybe_prefix,
     other_bases,
+    other_heads,
     require_option,
 )
 from vllm.model_executor.utils import make_parameter
@@ -410,7 +410,7 @@ class DecoderForCausalLM(Layer):
 
     def make_skipper(self) -> Callable[[str], str | None]:
         """Return a function that names the skipped part of the checkpoint that has a tensor."""
-        prefixes = (*self.weights_to_skip(), *(OTHER_HEADS if self.has_other_head else ()))
+        prefixes = (*self.weights_to_skip(), *other_heads(self.has_other_head))
         names = CheckpointNames({}, self.names_in_checkpoint(), self.checkpoint_prefixes)
         bases = names.bases()
 

@@ -38,8 +38,10 @@ LLAVA_PREFIXES: Mapping[str, str] = {
 }
 """``checkpoint_prefixes`` of a whole language model beside a vision tower."""
 
-OTHER_HEADS = ("score.", "classifier.")
+CLASSIFIERS = ("score.", "classifier.")
 """Prefixes of the heads that classify sequences or tokens."""
+VALUE_HEAD = "v_head."
+"""Prefix of the value head that TRL stores beside an LM head."""
 _MOST_NAMES_SHOWN = 8
 DERIVED_SUFFIXES = (
     *(f".rotary_emb.{table}" for table in ("inv_freq", "cos_cached", "sin_cached")),
@@ -342,6 +344,11 @@ def is_zero_bias(name: str, tensor: Weight) -> bool:
     if not name.endswith(".bias") or not isinstance(tensor, torch.Tensor) or tensor.is_meta:
         return False
     return not tensor.any()
+
+
+def other_heads(has_other_head: bool) -> tuple[str, ...]:
+    """Return the prefixes of heads that the model does not run (``v1/engine/pooling_heads.py``)."""
+    return (VALUE_HEAD, *(CLASSIFIERS if has_other_head else ()))
 
 
 def _listing(names: list[str]) -> str:

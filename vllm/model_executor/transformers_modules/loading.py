@@ -29,7 +29,7 @@ from vllm.model_executor.model_loader.checkpoint import (
 )
 from vllm.model_executor.model_loader.stored_weights import dequantise_all, stored_weights
 from vllm.model_executor.model_loader.weight_utils import check_dtype, each_once
-from vllm.model_executor.models.utils import DERIVED_SUFFIXES, OTHER_HEADS, is_zero_bias
+from vllm.model_executor.models.utils import DERIVED_SUFFIXES, is_zero_bias, other_heads
 from vllm.model_executor.transformers_modules.choice import auto_class
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ def wanted_by(model_config: ModelConfig, model: Any) -> Wanted:
     num_further = config_value(config, ("num_nextn_predict_layers",)) or 0
     prefixes = ("", "model.", "model.language_model.")
     unused = tuple(f"{one}layers.{num_layers + i}." for one in prefixes for i in range(num_further))
-    unused += OTHER_HEADS if model_config.has_other_head else ()
+    unused += other_heads(model_config.has_other_head)
     # Its other patterns hold only for names that it has no place for.
     ignored = [one for one in model._keys_to_ignore_on_load_unexpected or () if "mtp" in one]
     is_part = is_language_part(model_config)

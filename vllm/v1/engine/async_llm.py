@@ -17,7 +17,7 @@ from collections.abc import (
 from contextlib import aclosing
 from functools import partial
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 from vllm.distributed.kv_events import events_from_message
 from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (
@@ -29,9 +29,15 @@ from vllm.hidden_states.names import Pooling
 from vllm.hidden_states.sample import FailedSample, HiddenStatesSample
 from vllm.inputs import PromptType
 from vllm.logger import init_logger
-from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.outputs import (
+    ClassificationRequestOutput,
+    CompletionOutput,
+    EmbeddingRequestOutput,
+    RequestOutput,
+)
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.steering import SteeringVector
+from vllm.transformers_utils.pooling_config import VectorPooling
 from vllm.v1.engine import EngineCoreOutput, FinishReason
 from vllm.v1.engine.core_client import AsyncCoreClient, CoreHandle
 from vllm.v1.engine.core_messages import (
@@ -52,6 +58,12 @@ from vllm.v1.engine.extraction import (
 )
 from vllm.v1.engine.front_end import EngineFrontEnd
 from vllm.v1.engine.input_processor import ProcessedInput
+from vllm.v1.engine.pooling import (
+    Pooled,
+    PoolingOptions,
+    PoolingTask,
+    PromptOptions,
+)
 from vllm.v1.engine.renderer_threads import RendererThreads
 
 if TYPE_CHECKING:
@@ -310,6 +322,55 @@ class AsyncLLM(EngineFrontEnd):
         async with aclosing(self.extract_with(prompts, settings)) as samples:
             async for sample in samples:
                 yield sample
+
+    async def pool(self, prompts: Any, options: PoolingOptions) -> AsyncGenerator[Pooled, None]:
+        """Yield the result of each prompt of :meth:`vllm.LLM.encode`, in their order."""
+        await self.start()
+        # It may read files of the checkpoint.
+        call = await self.renderer.run(0, lambda: self.pooler.call(options))
+        async with aclosing(self.extract_with(prompts, call.settings)) as samples:
+            async for sample in samples:
+                yield call.output(sample)
+
+    async def encode(
+        self,
+        prompts: Any,
+        pooling_task: PoolingTask = "embed",
+        *,
+        pooling: VectorPooling | None = None,
+        normalize: bool | None = None,
+        dimensions: int | None = None,
+        use_activation: bool | None = None,
+        **options: Unpack[PromptOptions],
+    ) -> list[Pooled]:
+        """Do what :meth:`vllm.LLM.encode` does, asynchronously."""
+        task = (pooling_task, pooling, normalize, dimensions, use_activation)
+        return [one async for one in self.pool(prompts, PoolingOptions(*task, **options))]
+
+    async def embed(
+        self,
+        prompts: Any,
+        pooling: VectorPooling | None = None,
+        normalize: bool | None = None,
+        dimensions: int | None = None,
+        **options: Unpack[PromptOptions],
+    ) -> list[EmbeddingRequestOutput]:
+        """Do what :meth:`vllm.LLM.embed` does, asynchronously."""
+        settings = PoolingOptions("embed", pooling, normalize, dimensions, **options)
+        return [EmbeddingRequestOutput.of(one) async for one in self.pool(prompts, settings)]
+
+    async def classify(
+        self,
+        prompts: Any,
+        *,
+        use_activation: bool | None = None,
+        **options: Unpack[PromptOptions],
+    ) -> list[ClassificationRequestOutput]:
+        """Do what :meth:`vllm.LLM.classify` does, asynchronously."""
+        settings = PoolingOptions("classify", use_activation=use_activation, **options)
+        results = [one async for one in self.pool(prompts, settings)]
+        labels = self.pooler.head.labels
+        return [ClassificationRequestOutput.of(one, labels) for one in results]
 
     async def extract_with(
         self, prompts: Any, settings: ExtractionSettings

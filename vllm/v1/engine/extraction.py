@@ -7,7 +7,7 @@ consumer, and the engine stands still when it has nothing left to do.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from numbers import Integral
@@ -42,7 +42,7 @@ from vllm.utils.mem_utils import format_bytes
 from vllm.utils.text import brief
 from vllm.v1.engine import ExtractionSpec, GenerationSpec
 from vllm.v1.engine.generated_rows import RowsOfText
-from vllm.v1.engine.input_processor import InputProcessor, ProcessedInput
+from vllm.v1.engine.input_processor import InputProcessor, ProcessedInput, TruncationSide
 from vllm.v1.outputs import ExtractedRows
 from vllm.v1.rows.fields.activations import is_hook_name
 from vllm.v1.rows.fields.hidden import STORAGE_DTYPES, HiddenStates
@@ -85,6 +85,12 @@ class ExtractionSettings:
     mask: str | None = None
     steering: Any = None
     byte_limit: ByteLimit | None = None
+    truncate_prompt_tokens: int | None = None
+    truncation_side: TruncationSide = "left"
+    choose_positions: Callable[[list[int]], list[int]] | None = None
+    """Finds the positions by the token ids of a prompt, instead of ``positions``."""
+    own_options: frozenset[str] | None = None
+    """Options that an ExtractRequest may have beside its prompt; None: all."""
 
     def __post_init__(self) -> None:
         if self.on_error not in ("raise", "yield"):
@@ -135,6 +141,13 @@ def storage_dtype(value: object) -> str | None:
     if name not in STORAGE_DTYPES:
         raise ValueError(f"dtype={brief(value)}: use auto, {', '.join(STORAGE_DTYPES)}")
     return name
+
+
+def _check_own(options: ExtractRequest, allowed: frozenset[str] | None) -> None:
+    for option, value in vars(options).items():
+        is_wrong = allowed is not None and value is not None and option not in allowed
+        if is_wrong and option != "prompt":
+            raise ValueError(f"ExtractRequest: {option}= has no place in this call; leave it out")
 
 
 def check_logprobs(count: object, temperature: object) -> None:
@@ -253,6 +266,7 @@ class ExtractionFeed:
     def _prepare(self, index: int, request_id: str, prompt: Any) -> Prepared:
         options = prompt if isinstance(prompt, ExtractRequest) else ExtractRequest(prompt)
         settings = self._settings
+        _check_own(options, settings.own_options)
         values = self._values(options)
         dtype = settings.dtype if options.dtype is None else options.dtype
         adds, params = options.add_special_tokens, options.sampling_params
@@ -263,6 +277,8 @@ class ExtractionFeed:
             prompt,
             settings.add_special_tokens if adds is None else adds,
             params,
+            settings.truncate_prompt_tokens,
+            settings.truncation_side,
         )
         steering = settings.steering if options.steering is None else options.steering
         if steering is not None:
@@ -270,6 +286,8 @@ class ExtractionFeed:
             sampling.steering = [*(sampling.steering or ()), *steering_specs(steering)] or None
         token_ids = processed.request.prompt_token_ids
         positions = settings.positions if options.positions is None else options.positions
+        if settings.choose_positions is not None:
+            positions = settings.choose_positions(token_ids)
         mask = None
         if mask_values is not None:
             mask = torch.from_numpy(as_mask(mask_values, len(token_ids)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import cached_property
 from itertools import product
 from typing import TYPE_CHECKING, Any, Self
 
@@ -12,6 +13,7 @@ from vllm.v1.engine.output_processor import OutputProcessor
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
+    from vllm.v1.engine.pooling import Pooler
 
 
 class EngineFrontEnd:
@@ -40,6 +42,13 @@ class EngineFrontEnd:
         if self.tokenizer is None:
             raise ValueError(f"this engine has no tokenizer: {self._no_tokenizer_reason}")
         return self.tokenizer
+
+    @cached_property
+    def pooler(self) -> Pooler:
+        """Makes the calls for vectors, classes and values."""
+        from vllm.v1.engine.pooling import Pooler
+
+        return Pooler(self.vllm_config)
 
     def _make_input_processor(self) -> InputProcessor:
         return InputProcessor(self.vllm_config, self.tokenizer, self._no_tokenizer_reason)

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 
+TruncationSide = Literal["left", "right"]
+
+
 class ProcessedInput(NamedTuple):
     """A request for the core, with the parts of it that only the front end keeps."""
 
@@ -102,16 +105,44 @@ class InputProcessor:
         prompt: PromptType,
         add_special_tokens: bool,
         params: SamplingParams | None = None,
+        keep: int | None = None,
+        side: TruncationSide = "left",
     ) -> ProcessedInput:
         """Make a request whose rows are still to be named; without settings it generates no token.
 
-        ``params`` is not changed.
+        ``params`` is not changed. ``keep``, ``side``: as for :meth:`truncate`, but the special
+        tokens around a text stay.
         """
         if params is None:
             params = SamplingParams(max_tokens=0, temperature=0.0)
         else:
             params = _checked_for_rows(params)
-        return self._process(external_id, prompt, params, add_special_tokens=add_special_tokens)
+        cut = prompt if keep is None else self._cut(prompt, keep, side, add_special_tokens)
+        return self._process(external_id, cut, params, add_special_tokens=add_special_tokens)
+
+    def _cut(
+        self, prompt: PromptType, keep: int, side: TruncationSide, add_special_tokens: bool
+    ) -> ParsedPrompt:
+        """Tokenise the prompt, and truncate it between the tokenizer's special tokens."""
+        parsed = parse_prompt(prompt)
+        if parsed.embeds is not None:
+            _refuse_settings_about_tokens(SamplingParams(truncate_prompt_tokens=keep))
+        add_special_tokens &= parsed.token_ids is None
+        token_ids = parsed.token_ids
+        if token_ids is None:
+            token_ids = self.tokenize(
+                parsed.text or "", may_be_long=True, add_special_tokens=add_special_tokens
+            )
+        cut = self.truncate(token_ids, keep, 0, side)
+        if add_special_tokens and len(cut) < len(token_ids):
+            plain = self.tokenize(parsed.text or "", may_be_long=True, add_special_tokens=False)
+            num_more = len(token_ids) - len(plain)
+            starts = (i for i in range(num_more + 1) if token_ids[i : i + len(plain)] == plain)
+            begin = next(starts, num_more)
+            if 0 < num_more < len(cut):
+                kept = self.truncate(plain, len(cut) - num_more, 0, side)
+                cut = [*token_ids[:begin], *kept, *token_ids[begin + len(plain) :]]
+        return parsed._replace(token_ids=cut)
 
     def _process(
         self,
@@ -190,7 +221,7 @@ class InputProcessor:
         token_ids: list[int],
         keep: int | None,
         max_tokens: int | None,
-        side: Literal["left", "right"] = "left",
+        side: TruncationSide = "left",
     ) -> list[int]:
         """Keep ``keep`` tokens and cut the others off at ``side``. None keeps all, -1 as many as
         leave room for ``max_tokens`` of output."""
