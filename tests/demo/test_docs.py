@@ -7,6 +7,7 @@ others, are indented, and only parsed.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -174,7 +175,10 @@ def test_commands_can_be_pasted(block: Block, place: Path, desk: Path) -> None:
 
 @pytest.mark.parametrize("block", [b for b in CONSOLE if "vllm serve" in b.code], ids=str)
 def test_servers_and_their_requests_can_be_pasted(block: Block, place: Path, desk: Path) -> None:
-    requests = [b for b in CONSOLE if b.page == block.page and SERVER in b.code]
+    """The requests below a server, up to the next server on the page, are sent to it."""
+    below = [b for b in CONSOLE if b.page == block.page and b.line > block.line]
+    requests = list(itertools.takewhile(lambda b: "vllm serve" not in b.code, below))
+    requests = [b for b in requests if SERVER in b.code]
     assert requests and all(b.code.startswith("curl ") for b in requests)
     if shutil.which("curl") is None:
         pytest.skip("there is no curl here")
@@ -192,6 +196,9 @@ def test_servers_and_their_requests_can_be_pasted(block: Block, place: Path, des
             sent = request._replace(code=request.code.replace("curl ", "curl -sS ", 1))
             sent = sent._replace(code=sent.code.replace(SERVER, url))
             reply = json.loads(finished(start(sent, place, desk)))
+            if "/v1/embeddings" in request.code:
+                assert [len(item["embedding"]) > 1 for item in reply["data"]] == [True] * 2
+                continue
             path = reply["kv_transfer_params"]["hidden_states_path"]
             assert load_hidden_states(path)["hidden_states"].shape[1] == 4
     finally:
