@@ -45,7 +45,7 @@ GENERATION_PATHS = frozenset(
         "/v1/embeddings",
         "/pooling",
         "/classify",
-    }  # fmt: skip
+    }
 )
 """Paths of POST requests that are limited in number, counted for ``/load``, timed, and aborted
 when their client disconnects."""

@@ -143,10 +143,9 @@ def storage_dtype(value: object) -> str | None:
     return name
 
 
-def _check_own(options: ExtractRequest, allowed: frozenset[str] | None) -> None:
+def _check_own(options: ExtractRequest, allowed: frozenset[str]) -> None:
     for option, value in vars(options).items():
-        is_wrong = allowed is not None and value is not None and option not in allowed
-        if is_wrong and option != "prompt":
+        if value is not None and option not in allowed | {"prompt"}:
             raise ValueError(f"ExtractRequest: {option}= has no place in this call; leave it out")
 
 
@@ -266,7 +265,8 @@ class ExtractionFeed:
     def _prepare(self, index: int, request_id: str, prompt: Any) -> Prepared:
         options = prompt if isinstance(prompt, ExtractRequest) else ExtractRequest(prompt)
         settings = self._settings
-        _check_own(options, settings.own_options)
+        if settings.own_options is not None:
+            _check_own(options, settings.own_options)
         values = self._values(options)
         dtype = settings.dtype if options.dtype is None else options.dtype
         adds, params = options.add_special_tokens, options.sampling_params
