@@ -255,7 +255,7 @@ def test_rows_of_unknown_number_take_memory_as_they_come() -> None:
     hidden = HiddenStates((0, 1), 24, torch.float32, torch.float32)
     spec = GenerationSpec((0, 1), None, num_prompt_tokens=40)
     device = torch.device("cpu")
-    extractor = RowExtractor(make_row_transport(device), 24, torch.float32, device, 0)
+    extractor = RowExtractor(make_row_transport(device), 24, torch.float32, device, 0, no_hook)
     rows = extractor.make_rows(spec, 40)
     assert isinstance(rows, GrowingTensors)
     values = torch.randn(3000, 2, 24)
