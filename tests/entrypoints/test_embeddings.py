@@ -261,6 +261,7 @@ def test_tasks_and_their_options(http: httpx.Client) -> None:
         ("classify", {"pooling": "last"}),
         ("token_classify", {"dimensions": 4}),
         ("token_embed", {"pooling": "mean"}),
+        ("embed", {"use_activation": True}),
     ):
         message, _ = refusal(http, "/pooling", input="A", task=task, **options)
         assert f"pooling_task='{task}'" in message
@@ -273,9 +274,10 @@ def test_a_reply_that_would_be_too_large(
     assert len(post(http, "/v1/embeddings", input=["a"] * 4)["data"]) == 4
     message, param = refusal(http, "/v1/embeddings", input=["a"] * 50)
     assert "more than 288 numbers; send fewer inputs" in message and param == "input"
-    assert (
-        "more than 288 numbers" in refusal(http, "/pooling", input="12345", task="token_embed")[0]
-    )
+    message, _ = refusal(http, "/pooling", input=["1", "12345"], task="token_embed")
+    assert message == "prompt 1: the prompt has 5 tokens; this call takes 4"
+    message, _ = refusal(http, "/pooling", input=["123", "123"], task="token_embed")
+    assert "more than 288 numbers" in message
     assert len(post(http, "/v1/embeddings", input=["a"] * 4)["data"]) == 4
 
 

@@ -154,6 +154,9 @@ class PoolingAnswer(PooledAnswer[PoolingRequest]):
 
     def options(self, **of_prompts: Any) -> PoolingOptions:
         body = self.body
+        if body.task == "token_embed":
+            width = body.dimensions or self.state.engine.model_config.get_hidden_size()
+            of_prompts["most_tokens"] = MAX_VALUES // max(1, width)
         pooled = (body.pooling, body.normalize, body.dimensions, body.use_activation)
         return PoolingOptions(body.task or "embed", *pooled, **of_prompts)
 

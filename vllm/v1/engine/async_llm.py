@@ -330,7 +330,10 @@ class AsyncLLM(EngineFrontEnd):
         call = await self.renderer.run(0, lambda: self.pooler.call(options))
         async with aclosing(self.extract_with(prompts, call.settings)) as samples:
             async for sample in samples:
-                yield call.output(sample)
+                if isinstance(sample, HiddenStatesSample) and len(sample.positions) > 1:
+                    yield await self.renderer.run(sample.nbytes, call.output, sample)
+                else:
+                    yield call.output(sample)
 
     async def encode(
         self,

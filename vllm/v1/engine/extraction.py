@@ -89,6 +89,8 @@ class ExtractionSettings:
     truncation_side: TruncationSide = "left"
     choose_positions: Callable[[list[int]], list[int]] | None = None
     """Finds the positions by the token ids of a prompt, instead of ``positions``."""
+    most_tokens: int | None = None
+    """Most tokens of a prompt; None: as many as the context holds."""
     own_options: frozenset[str] | None = None
     """Options that an ExtractRequest may have beside its prompt; None: all."""
 
@@ -286,6 +288,10 @@ class ExtractionFeed:
             sampling.steering = [*(sampling.steering or ()), *steering_specs(steering)] or None
         token_ids = processed.request.prompt_token_ids
         positions = settings.positions if options.positions is None else options.positions
+        if settings.most_tokens is not None and len(token_ids) > settings.most_tokens:
+            raise ValueError(
+                f"the prompt has {len(token_ids)} tokens; this call takes {settings.most_tokens}"
+            )
         if settings.choose_positions is not None:
             positions = settings.choose_positions(token_ids)
         mask = None

@@ -57,6 +57,8 @@ class PoolingOptions:
     truncate_prompt_tokens: int | None = None
     truncation_side: TruncationSide = "right"
     add_special_tokens: bool = True
+    most_tokens: int | None = None
+    """Refuse prompts with more tokens; None: only the context limits them."""
 
     def __post_init__(self) -> None:
         for name, value, allowed in (
@@ -105,10 +107,20 @@ class Pooler:
         self._vllm_config = vllm_config
         self._model_config = vllm_config.model_config
 
-    @cached_property
+    @property
     def head(self) -> Head:
         """The head for classes or values. ValueError: the checkpoint has none that is known."""
-        return read_head(self._vllm_config)
+        if isinstance(self._head, str):
+            raise ValueError(self._head)
+        return self._head
+
+    @cached_property
+    def _head(self) -> Head | str:
+        """The head, or the reason why there is none; the files are searched once."""
+        try:
+            return read_head(self._vllm_config)
+        except ValueError as error:
+            return str(error)
 
     @cached_property
     def _stated(self) -> StatedPooling:
@@ -133,6 +145,11 @@ class Pooler:
                 f"the checkpoint's vectors cannot be made: {stated.problem}; supported: a "
                 "Transformer, Pooling of the last token or the mean, and Normalize. With "
                 "pooling='last' or 'mean' you get those of the state after the final norm"
+            )
+        if options.use_activation is not None:
+            raise ValueError(
+                f"use_activation={options.use_activation} with pooling_task={options.task!r}: it "
+                "is for classes; use normalize, or leave it out"
             )
         self._check_dimensions(options.dimensions)
         pooling: Pooling = "none" if is_each_token else options.pooling or stated.pooling
@@ -211,6 +228,7 @@ def _settings(
         truncate_prompt_tokens=options.truncate_prompt_tokens,
         truncation_side=options.truncation_side,
         choose_positions=None if head is None else head.positions,
+        most_tokens=options.most_tokens,
         own_options=_OWN_OPTIONS - ({"positions", "mask"} if head is not None else set()),
     )
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 HeadKind = Literal["sequence", "token", "value"]
 Activation = Callable[[torch.Tensor], torch.Tensor]
+_ROWS_AT_ONCE = 256
 _WANTED = (
     "it takes checkpoints of *ForSequenceClassification or *ForTokenClassification with "
     "score.weight or classifier.weight, and causal ones with TRL's v_head.summary.weight"
@@ -46,8 +47,8 @@ class Head:
 
         In float64, because the last bits of a product depend on the number of its rows.
         """
-        scaled = rows.double() * self.input_scale
-        return functional.linear(scaled, self.weight, self.bias).float()
+        parts = (part.double() * self.input_scale for part in torch.split(rows, _ROWS_AT_ONCE))
+        return torch.cat([functional.linear(one, self.weight, self.bias) for one in parts]).float()
 
     def positions(self, token_ids: list[int]) -> list[int]:
         """Return the position that the head reads: the last one that is not padding, as in
