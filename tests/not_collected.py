@@ -17,7 +17,7 @@ COUNTS = "not_collected"
 
 
 def why_not_here(item: pytest.Item) -> str | None:
-    """What this machine lacks for the test, or None."""
+    """Return the part that this machine lacks for the test; None: it lacks nothing."""
     isas = {marker.args[0] for marker in item.iter_markers("isa")}
     if missing := isas - set(isas_of_this_cpu()):
         return f"need {min(missing)}"

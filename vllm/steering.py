@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -112,6 +113,11 @@ def steering_specs(value: object) -> list[SteeringSpec]:
     if len(specs) > _MOST_VECTORS:
         _fail("steering", f"{len(specs)} vectors", f"at most {_MOST_VECTORS}", prefix="")
     return specs
+
+
+def steering_digest(specs: Sequence[SteeringSpec]) -> str:
+    """Return a digest of what is added: requests share prefixes only if theirs are equal."""
+    return hashlib.sha256(msgspec.msgpack.encode(specs)).hexdigest()
 
 
 def _fail(name: str, value: object, expected: str, prefix: str = "steering ") -> None:

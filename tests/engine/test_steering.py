@@ -22,14 +22,9 @@ PROMPTS = random_prompts(81, [5, 33, 17])
 WIDTH = 72
 
 
-def vectors(layers: Sequence[int], **options: Any) -> SteeringVector:
-    drawn = torch.randn(len(layers), WIDTH, generator=torch.Generator().manual_seed(sum(layers)))
+def vectors(layers: Sequence[int], width: int = WIDTH, **options: Any) -> SteeringVector:
+    drawn = torch.randn(len(layers), width, generator=torch.Generator().manual_seed(sum(layers)))
     return SteeringVector(drawn, list(layers), **options)
-
-
-def row_size(llm: Any) -> int:
-    size: int = llm.llm_engine.model_config.get_row_size()
-    return size
 
 
 @torch.no_grad()
@@ -94,13 +89,12 @@ def test_rows_are_those_of_steered_transformers(family: str, checkpoint: Checkpo
     """Several layers and kinds of positions at once, beside requests without, in chunks."""
     folder = checkpoint(family)
     with engine(folder, max_num_batched_tokens=16) as llm:
-        if row_size(llm) != WIDTH:
-            pytest.skip("its stream has another width")
+        width = llm.llm_engine.model_config.get_row_size()
         steering = [
-            vectors([1, 3], scale=0.7),
-            vectors([2], scale=0.5, norm_match=True, positions=[0, 4, 20]),
-            vectors([0], positions="prompt"),
-            vectors([2], positions="generated", scale=9.0),
+            vectors([1, 3], width, scale=0.7),
+            vectors([2], width, scale=0.5, norm_match=True, positions=[0, 4, 20]),
+            vectors([0], width, positions="prompt"),
+            vectors([2], width, positions="generated", scale=9.0),
         ]
         num_layers = llm.llm_engine.model_config.get_total_num_hidden_layers()
         layers = list(range(num_layers + 1))
@@ -189,6 +183,12 @@ def test_prefixes_are_kept_apart(checkpoint: Checkpoint) -> None:
         ):
             assert not cached(one)
             assert cached(one)
+        process = llm.llm_engine.input_processor.process
+        salts = [  # connectors of others may know tokens and salt alone
+            process("id", prompt, SamplingParams(steering=steering)).request.cache_salt
+            for steering in (None, [vectors([1])], [vectors([1])], [vectors([2])])
+        ]
+        assert salts[0] is None and salts[1] == salts[2] and len(set(salts)) == 3
 
 
 @pytest.mark.parametrize(

@@ -41,18 +41,6 @@ def server(classifier: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         yield running
 
 
-@pytest.fixture
-def http(server: LiveServer) -> Iterator[httpx.Client]:
-    with server.client() as client:
-        yield client
-
-
-@pytest.fixture
-def client(server: LiveServer) -> Iterator[openai.OpenAI]:
-    with server.openai() as openai_client:
-        yield openai_client
-
-
 @pytest.fixture(scope="module")
 def offline(classifier: Path) -> Iterator[LLM]:
     with engine(classifier) as llm:

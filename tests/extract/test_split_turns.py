@@ -59,7 +59,7 @@ TURNS = [
 
 
 def texts_of(shorthand: str) -> tuple[str, str]:
-    """What precedes the last answer, and the answer."""
+    """Split a rendered text into the part before the last answer, and the answer."""
     written = shorthand.replace("<u>", "\0user\n").replace("<a>", "\0assistant\n")
     written = written.replace("\0", "<|im_end|>\n<|im_start|>").removeprefix("<|im_end|>\n")
     written = written.replace("<think>", "<think>\n").replace("</think>", "\n</think>\n\n")

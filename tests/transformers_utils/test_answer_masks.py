@@ -119,7 +119,7 @@ def test_places_of_tokens_are_found_from_their_texts(tokenizer: Slow) -> None:
 @pytest.mark.parametrize("conversation", CONVERSATIONS)
 @pytest.mark.parametrize("rule", ["answers", "last-answer,before", "answers,no-boilerplate"])
 def test_masks_without_offsets(rule: str, conversation: str) -> None:
-    """Those of a tokenizer that tells the places of its tokens, character by character."""
+    """Mask by a tokenizer that tells the places of its tokens, character by character."""
     parsed, fast = parse_mask_rule(rule), byte_level_tokenizer()
     messages: Any = [{**m, "content": m["content"] + "€ a"} for m in CONVERSATIONS[conversation]]
     options: Any = {"chat_template": TEMPLATE, "add_generation_prompt": False}

@@ -1,4 +1,4 @@
-"""How a checkpoint says that its rows become one vector: the files of sentence-transformers."""
+"""Reads how a checkpoint pools its rows to one vector, from the files of sentence-transformers."""
 
 from __future__ import annotations
 

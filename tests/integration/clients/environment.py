@@ -47,8 +47,8 @@ class ClientEnvironment:
         )
 
     def run_beside(self, program: Path, *arguments: str) -> str:
-        """What a Python program prints that has this package beside the clients' packages; it has
-        to end well. Where both have a package, this one's is used."""
+        """Run a Python program that sees this package beside the clients' packages; return what it
+        prints. If both have a package, this one's is used. It has to exit with 0."""
         (folder,) = FOLDER.glob("lib/python*/site-packages")
         code = f"import runpy, sys; sys.path.append({str(folder)!r}); sys.argv.pop(0);" + (
             "runpy.run_path(sys.argv[0], run_name='__main__')"

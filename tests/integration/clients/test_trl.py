@@ -27,7 +27,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def found(model: Path, clients: ClientEnvironment) -> dict[str, Any]:
-    """What the program beside this file prints."""
+    """Run the program beside this file, and return what it prints."""
     flags = ("--max-logprobs", "-1", "--logprobs-mode", "processed_logprobs")
     with serve(model, None, *flags) as server:
         program = Path(__file__).with_name("trl_student.py")

@@ -17,7 +17,7 @@ from tests.integration.clients.trl_data import LENGTHS, SEQUENCES, TEMPERATURE
 
 
 def ask(url: str) -> dict[str, object]:
-    """What the client gets from each endpoint."""
+    """Return the client's results from each endpoint."""
     client = VLLMClient(base_url=url)
     chats = [[{"role": "user", "content": text}] for text in ("Why?", "So")]
     found: dict[str, object] = {

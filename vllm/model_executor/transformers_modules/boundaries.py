@@ -227,7 +227,7 @@ class Boundaries:
         """Return the stream, with what is added to it here."""
         additions = self._steering.get(layer_id)
         if additions:
-            stream = stream.clone()
+            stream = stream.clone(memory_format=torch.contiguous_format)
             steer(additions, stream.view(-1, stream.shape[-1]), None)
         hidden = self._as_rows(stream, layer_id)
         if self._sink is not None and layer_id in self._sink.layer_ids:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import hashlib
 from array import array
 
-import msgspec
-
 from vllm.v1.request import Request
 
 HASH_TOKENS = 16
@@ -16,15 +14,11 @@ DIGEST_BYTES = 16
 
 def prefix_seed(request: Request) -> bytes:
     """Digest of what cached values depend on besides the tokens: the salt, the depth computed,
-    what is added to the stream, and whether the model's rotation treats the sequence as a long
-    one."""
+    and whether the model's rotation treats the sequence as a long one."""
     text = f"{request.cache_salt or ''}\0{request.num_layers_to_run}"
     if request.is_long:
         text += "\0long"
-    digest = hashlib.sha256(text.encode())
-    if request.sampling_params.steering:
-        digest.update(b"\0" + msgspec.msgpack.encode(request.sampling_params.steering))
-    return digest.digest()[:DIGEST_BYTES]
+    return hashlib.sha256(text.encode()).digest()[:DIGEST_BYTES]
 
 
 def extend_prefix_hashes(request: Request, num_tokens: int) -> None:

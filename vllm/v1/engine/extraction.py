@@ -273,6 +273,7 @@ class ExtractionFeed:
         dtype = settings.dtype if options.dtype is None else options.dtype
         adds, params = options.add_special_tokens, options.sampling_params
         params = settings.sampling_params if params is None else params
+        steering = settings.steering if options.steering is None else options.steering
         prompt, mask_values = self._prompt(options, is_question=params is not None)
         processed = self._processor.process_extraction(
             request_id,
@@ -281,11 +282,8 @@ class ExtractionFeed:
             params,
             settings.truncate_prompt_tokens,
             settings.truncation_side,
+            () if steering is None else steering_specs(steering),
         )
-        steering = settings.steering if options.steering is None else options.steering
-        if steering is not None:
-            sampling = processed.request.sampling_params
-            sampling.steering = [*(sampling.steering or ()), *steering_specs(steering)] or None
         token_ids = processed.request.prompt_token_ids
         positions = settings.positions if options.positions is None else options.positions
         if settings.most_tokens is not None and len(token_ids) > settings.most_tokens:

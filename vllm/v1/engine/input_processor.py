@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections.abc import Sequence
 from numbers import Integral
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -11,6 +12,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm.inputs import NO_TOKEN, ParsedPrompt, PromptType, parse_prompt
 from vllm.inputs.prompt_embeds import pack_prompt_embeds
 from vllm.sampling_params import ALL_LOGPROBS, SamplingParams
+from vllm.steering import SteeringSpec, steering_digest
 from vllm.transformers_utils.tokenizer import (
     TokenizerLike,
     has_second_bos,
@@ -107,16 +109,18 @@ class InputProcessor:
         params: SamplingParams | None = None,
         keep: int | None = None,
         side: TruncationSide = "left",
+        steering: Sequence[SteeringSpec] = (),
     ) -> ProcessedInput:
         """Make a request whose rows are still to be named; without settings it generates no token.
 
         ``params`` is not changed. ``keep``, ``side``: as for :meth:`truncate`, but the special
-        tokens around a text stay.
+        tokens around a text stay. ``steering``: added to that of ``params``.
         """
         if params is None:
             params = SamplingParams(max_tokens=0, temperature=0.0)
         else:
             params = _checked_for_rows(params)
+        params.steering = [*(params.steering or ()), *steering] or None
         cut = prompt if keep is None else self._cut(prompt, keep, side, add_special_tokens)
         return self._process(external_id, cut, params, add_special_tokens=add_special_tokens)
 
@@ -174,6 +178,8 @@ class InputProcessor:
             _refuse_settings_about_tokens(params)
             token_ids, embeds = [NO_TOKEN] * packed.num_tokens, packed.data
             salt = f"{salt or ''}\0prompt_embeds:{packed.digest}"
+        if params.steering:
+            salt = f"{salt or ''}\0steering:{steering_digest(params.steering)}"
         self._check_length(len(token_ids), params)
         request = EngineCoreRequest(
             request_id=f"{external_id}-{uuid.uuid4().hex[:8]}",  # clients may use an id again
