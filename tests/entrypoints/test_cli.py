@@ -278,3 +278,16 @@ def test_a_mistake_ends_the_program_with_status_2() -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
     assert "(did you mean '--port'?)" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["models", "--json"], ["extract", "--help"], ["--help=layers"]]
+)
+def test_a_reader_that_leaves_is_no_error(arguments: list[str]) -> None:
+    """``vllm ... | head -0``: no traceback; the status of SIGPIPE, or 0 where argparse prints."""
+    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", *arguments]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        assert process.wait(60) in ((0, 141) if arguments[-1] == "--help" else (141,))
+        assert b"Traceback" not in process.stderr.read()

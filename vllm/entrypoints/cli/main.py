@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import select
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -22,6 +24,8 @@ COMMANDS = {
 }
 """Command -> its help; a function of that name, in a module of that name, runs its arguments.
 Only ``help`` is here."""
+_SIGPIPE_STATUS = 141
+"""Exit status that a shell reports of a process ended by SIGPIPE."""
 _COMMAND_LINES = "\n".join(f"  {name:14}{about}" for name, about in COMMANDS.items())
 
 
@@ -54,6 +58,28 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line ``argv`` (default: that of this process); returns the exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        try:
+            return _run(arguments)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        if not _has_lost_its_reader():
+            raise
+        return _SIGPIPE_STATUS
+
+
+def _has_lost_its_reader() -> bool:
+    """Return whether nothing reads what this process prints any more, as behind ``| head``."""
+    watch = select.poll()
+    watch.register(sys.stdout.fileno(), 0)  # errors are always reported
+    if not watch.poll(0):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
+    return True
+
+
+def _run(arguments: list[str]) -> int:
     if arguments and not arguments[0].startswith("-"):
         return _run_command(arguments[0], arguments[1:])
     parser = build_parser()

@@ -29,6 +29,8 @@ def vectors_of(specs: Sequence[SteeringSpec] | None, device: torch.device) -> li
 
 def steering_of(batch: StepBatch, device: torch.device) -> Mapping[int, Sequence[Addition]] | None:
     """Return what is added in a step, by boundary; None: nothing."""
+    if not any(state.steering_vectors for state in batch.states):
+        return None
     found: dict[int, list[Addition]] = defaultdict(list)
     for index, state in enumerate(batch.states):
         start, end = batch.query_start[index : index + 2].tolist()

@@ -10,14 +10,13 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.exceptions import Failure, FailureError
 from vllm.logger import init_logger
-from vllm.v1.core.kv_cache_coordinator import PrefixHit
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.prefix_hash import extend_prefix_hashes
 from vllm.v1.core.sched.chunks import ChunkRules
@@ -26,7 +25,7 @@ from vllm.v1.core.sched.loads import NOTHING, LoadFailurePolicy, Loads, LostLoad
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.request_queue import RequestQueue
 from vllm.v1.core.sched.scheduler_connector import ConnectorCalls
-from vllm.v1.core.sched.step_plan import StepPlan, common_depth
+from vllm.v1.core.sched.step_plan import Start, StepPlan, common_depth
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.engine.core_messages import EngineStats
 from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -37,20 +36,6 @@ if TYPE_CHECKING:
     from vllm.config import SchedulerConfig
 
 logger = init_logger(__name__)
-
-
-class _Start(NamedTuple):
-    """The point at which a waiting request can begin."""
-
-    hit: PrefixHit | None
-    offer: Offer
-    num_tokens: int
-    """Tokens that need not be computed."""
-
-    @property
-    def num_found(self) -> int:
-        """Tokens that were found in the pool."""
-        return self.hit.num_tokens if self.hit else 0
 
 
 class Scheduler:
@@ -332,11 +317,11 @@ class Scheduler:
         for request in reversed(undecided):
             self.waiting.put_back(request)
 
-    def _find_start(self, request: Request) -> _Start | None:
+    def _find_start(self, request: Request) -> Start | None:
         """Find where a waiting request can begin; None when that is not known now."""
         loads = self._loads
         if loads is not None and request.request_id in loads.arrived:
-            return _Start(None, NOTHING, request.num_computed_tokens)
+            return Start(None, NOTHING, request.num_computed_tokens)
         hit = self.kv_cache_manager.find_prefix(request)
         num_hit = hit.num_tokens if hit else 0
         offer: Offer | None = NOTHING
@@ -349,9 +334,9 @@ class Scheduler:
         if offer is None:
             return None
         # The last token is computed in any case.
-        return _Start(hit, offer, min(num_hit + offer.num_tokens, request.num_tokens - 1))
+        return Start(hit, offer, min(num_hit + offer.num_tokens, request.num_tokens - 1))
 
-    def _try_start(self, step: StepPlan, request: Request, start: _Start) -> bool:
+    def _try_start(self, step: StepPlan, request: Request, start: Start) -> bool:
         """Admit a waiting request; False when it has to wait for room."""
         count = self._try_admit(step, request, start)
         is_alone = not self.running and not (self._loads and self._loads.under_way)
@@ -359,7 +344,7 @@ class Scheduler:
             # Alone in the pool: the tokens found and the rest may not fit together, but the
             # request by itself does.
             if start.hit or start.offer.num_tokens:
-                start = _Start(None, NOTHING, 0)
+                start = Start(None, NOTHING, 0)
                 count = self._try_admit(step, request, start)
             elif self._give_up_a_load(request):
                 count = self._try_admit(step, request, start)
@@ -378,7 +363,7 @@ class Scheduler:
                 self._admit(step, request, count)
         return True
 
-    def _try_admit(self, step: StepPlan, request: Request, start: _Start) -> int | None:
+    def _try_admit(self, step: StepPlan, request: Request, start: Start) -> int | None:
         """Allocate blocks for a first chunk; return its tokens, or None when there is no room.
 
         A load in the background takes blocks for what it brings, and no tokens.

@@ -4,10 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
+from vllm.v1.core.kv_cache_coordinator import PrefixHit
 from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.sched.loads import Offer
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 from vllm.v1.request import Request
+
+
+class Start(NamedTuple):
+    """The point at which a waiting request can begin."""
+
+    hit: PrefixHit | None
+    offer: Offer
+    num_tokens: int
+    """Tokens that need not be computed."""
+
+    @property
+    def num_found(self) -> int:
+        """Tokens that were found in the pool."""
+        return self.hit.num_tokens if self.hit else 0
 
 
 @dataclass
