@@ -1,4 +1,4 @@
-"""What values depend on: whatever changes a bit changes the identity, and nothing else does."""
+"""Identity of what values depend on: whatever changes a bit changes it, and nothing else does."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def prefix_ids(tokens: Sequence[int], *, is_long: bool = False) -> list[int]:
 
 
 def next_token(tokens: Sequence[int]) -> int:
-    """What the fake model says after ``tokens``."""
+    """The token that the fake model samples after ``tokens``."""
     return prefix_ids(tokens)[-1] % VOCABULARY
 
 

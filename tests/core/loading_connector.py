@@ -15,7 +15,7 @@ from vllm.v1.request import Request
 
 @dataclass
 class Load:
-    """What is to be written into the blocks of a request."""
+    """A load that is to be written into the blocks of a request."""
 
     request_id: str
     tokens: list[int]

@@ -157,7 +157,7 @@ def random_stack(draw: random.Random, num_sizes: int) -> Stack:
 
 
 class Figures(NamedTuple):
-    """What a request takes of a pool, in units of its contents: states, and keys that stay."""
+    """Room that a request takes in a pool, in units of its contents: states, and keys that stay."""
 
     states: float
     """All states, and so every snapshot of them."""
@@ -170,7 +170,7 @@ class Figures(NamedTuple):
 
 
 def figures(specs: Stack, num_tokens: int, layout: PoolLayout | None = None) -> Figures:
-    """Of a request of so many tokens, its rows left out: they leave at once."""
+    """Figures of a request of ``num_tokens`` tokens, without its rows: they leave at once."""
     layout = layout or plan_layout(specs, CacheConfig())
     states = [spec.real_page_size_bytes for spec in specs.values() if spec.is_recurrent]
     keys = [
@@ -202,7 +202,7 @@ def _tokens_kept(spec: KVCacheSpec, num_tokens: int) -> int:
 
 
 def random_figures(num_stacks: int, num_tokens: int) -> list[Figures]:
-    """Of that many random stacks, with states of 1 to 6 sizes in turn."""
+    """Figures of ``num_stacks`` random stacks, with states of 1 to 6 sizes in turn."""
     draw = random.Random(0)
     return [figures(random_stack(draw, 1 + i % 6), num_tokens) for i in range(num_stacks)]
 

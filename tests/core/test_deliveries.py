@@ -1,4 +1,4 @@
-"""What ended requests owe: which outputs wait, for what, and when their blocks come back."""
+"""Ended requests: the outputs that wait, for what, and when their blocks come back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a token of latent attention costs in the pool: its latents, and nothing for alignment."""
+"""A token of latent attention costs the pool its latents, and nothing for alignment."""
 
 from __future__ import annotations
 

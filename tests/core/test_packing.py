@@ -116,7 +116,7 @@ def test_layers_have_all_their_bytes_and_share_none(specs: Stack) -> None:
 @settings(max_examples=60, deadline=None)
 @given(specs=stacks())
 def test_a_block_copied_by_its_references_is_the_same_to_every_layer(specs: Stack) -> None:
-    """What connectors move is what layers see, and layers of one block disturb no other's."""
+    """Connectors move what layers see, and layers of one block do not disturb each other's data."""
     plan = plan_layout(specs, CacheConfig()).with_blocks(3)
     pool = torch.full((3, plan.block_bytes), -1, dtype=torch.int8)
     views = plan.layer_views(pool)
@@ -206,7 +206,7 @@ def test_a_block_that_is_raised_is_raised_until_states_fill_it() -> None:
 
 
 def test_a_small_state_lies_beside_a_large_one() -> None:
-    """Of its own it took a block, as large as the largest state."""
+    """Alone, the small state would take a whole block, as large as the largest state."""
     specs = stack((4, attention(8, 128)), (24, mamba2(128, 64, 128, 8)), (24, state((2, 4096))))
     alone = stack((4, attention(8, 128)), (24, mamba2(128, 64, 128, 8)))
     mixed, without = plan_layout(specs, CacheConfig()), plan_layout(alone, CacheConfig())

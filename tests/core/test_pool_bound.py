@@ -1,7 +1,7 @@
-"""What requests hold of a pool, block by block, against the bytes of what they keep.
+"""Blocks that requests hold of a pool, against the bytes of what they keep.
 
-What a request keeps after a step (``kept_bytes``): the states of its recurrent layers; keys and
-values of its tokens, of a window those that the next token reads; the rows that did not leave yet.
+After a step, a request keeps (``kept_bytes``) the states of its recurrent layers, the keys and
+values of its tokens (of a window, those that the next token reads), and rows that have not left.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def last_blocks(layout: PoolLayout) -> int:
 
 
 def most_waste(specs: Stack) -> float:
-    """What the blocks but those take at most, in units of what is kept."""
+    """Most that the blocks other than ``last_blocks`` take, in units of what is kept."""
     sizes = {spec.real_page_size_bytes for spec in states_of(specs).values()}
     if not sizes:
         windows = any(isinstance(spec, LocalAttentionSpec) for spec in specs.values())

@@ -1,4 +1,4 @@
-"""What the engine says of its prompts while they are computed."""
+"""Prompt tokens that the engine counts while it computes them."""
 
 from __future__ import annotations
 

@@ -296,7 +296,7 @@ def test_a_long_prompt_keeps_the_beginning_of_its_rows() -> None:
 
 
 def test_what_is_cached_is_overwritten_from_the_end() -> None:
-    """Of all groups alike: a prompt that was overwritten in part is found in part."""
+    """All groups are overwritten alike: a prompt that was overwritten in part is found in part."""
     engine = Engine("dense", num_blocks=40)
     engine.add("a", [1] * 250, max_tokens=2)
     engine.run()
@@ -477,7 +477,7 @@ def test_states_are_kept_where_tokens_are_decoded(grain: int, interval: int) -> 
 
 
 def test_priority_with_equal_keys_makes_progress() -> None:
-    """Of equals the newest gives way; otherwise two would evict each other forever."""
+    """The newest of equals gives way; otherwise two would evict each other forever."""
     engine = Engine(
         "dense", policy="priority", num_blocks=17, long_prefill_token_threshold=16, hidden="none"
     )

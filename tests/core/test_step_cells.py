@@ -120,7 +120,7 @@ def test_steps_are_as_full_as_they_may_be() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_random_requests(seed: int) -> None:
-    """Of any layers and positions, in a small pool too: none waits for ever."""
+    """No request waits for ever, whatever its layers and positions, in a small pool too."""
     rng = random.Random(seed)
     alignment = rng.choice([1, 16, 64])
     max_step_cells = rng.randint(12 * alignment, 12 * alignment + 1000)

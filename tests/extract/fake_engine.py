@@ -37,7 +37,7 @@ def fake_rows(token_ids: list[int], layers: Iterable[int], hidden_size: int) -> 
 
 
 class FakeEngine:
-    """What ``vllm extract`` uses of an LLM."""
+    """The part of an LLM that ``vllm extract`` uses."""
 
     def __init__(self, hidden_size: int) -> None:
         self.hidden_size = hidden_size

@@ -468,7 +468,7 @@ def test_a_folder_with_other_things_is_refused(
 
 
 def test_a_folder_that_cannot_be_written(tiny_llama: Path, data: Path, tmp_path: Path) -> None:
-    """What is there is read, checked and converted; nothing else is begun."""
+    """A dataset that is there is read, checked and converted; nothing else is begun."""
     with mounted_tmpfs(tmp_path / "disk", "size=4m") as disk:
         run(tiny_llama, data, disk / "output")
         remount(disk, "ro")
@@ -576,7 +576,7 @@ def test_a_refused_command_leaves_no_folder(
 def test_an_engine_that_cannot_start_leaves_no_folder(
     tiny_llama: Path, data: Path, output: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What its message proposes would be refused there, as another dataset."""
+    """A folder left there would refuse what the message proposes, as another dataset."""
 
     def refuse(engine_args: Any) -> Any:
         raise ValueError("the pool is too small")

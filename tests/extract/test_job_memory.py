@@ -1,4 +1,4 @@
-"""What a job holds does not depend on how much there is to do."""
+"""The memory that a job holds does not depend on how much there is to do."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.extract.job_harness import run, token_lists, write_token_ids
 from vllm.entrypoints.extract import worker
 
 SAMPLE_BYTES = 200 * 3 * 72 * 4
-"""Of the longest: tokens, layers, hidden size, float32."""
+"""Bytes of the longest sample: tokens, layers, hidden size, float32."""
 
 
 def growth_kib(model: Path, data: Path, output: Path) -> int:

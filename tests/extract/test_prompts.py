@@ -133,7 +133,7 @@ def test_templates(tokenizer: Any) -> None:
 @pytest.mark.parametrize("template", [None, MARKED, "You help.\n" + CHAT_TEMPLATE])
 @pytest.mark.parametrize("first", [0, 1])
 def test_answers_of_the_assistant(tokenizer: Any, template: str | None, first: int) -> None:
-    """What opens an answer is not in it, in the first message either."""
+    """The text that opens an answer is not part of it, not even in the first message."""
     made = one(tokenizer, {"messages": CHAT[first:]}, positions="mask", chat_template=template)
     assert made.mask is not None
     kept = made.token_ids[made.mask].tolist()

@@ -42,7 +42,7 @@ def data(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def expected(tiny_llama: Path, data: Path, tmp_path: Path, marker: Path) -> dict[str, str]:
-    """What one process makes."""
+    """Digests of the files that one process makes."""
     marker.touch()
     run(tiny_llama, data, tmp_path / "alone")
     marker.unlink()

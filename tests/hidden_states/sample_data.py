@@ -78,7 +78,7 @@ def _row_bytes(samples: Sequence[HiddenStatesSample], dtype: str) -> list[int]:
 def write_missing(
     path: Path, samples: Sequence[HiddenStatesSample], settings: DatasetSettings
 ) -> None:
-    """What a job does: every unit that is not committed, then the merge."""
+    """Do what a job does: write every unit that is not committed, then merge."""
     committed = {unit.unit for unit in start_dataset(str(path), settings)}
     sizes = _row_bytes(samples, settings.dtype)
     for unit, numbers in enumerate(plan_units(sizes, settings.shard_bytes)):

@@ -179,7 +179,7 @@ def test_the_first_read_checks_if_asked(dataset: Path) -> None:
 
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_the_first_read_checks_the_header(tmp_path: Path, fmt: DatasetFormat) -> None:
-    """Which has the numbers of records, that labels are found by, and the layers."""
+    """The header has the numbers of records, by which labels are found, and the layers."""
     path = write_dataset(tmp_path, make_samples([5, 1]), fmt)
     (first, *_) = HiddenStatesDataset(path).file_paths
     whole = Path(first).read_bytes()
@@ -370,7 +370,7 @@ def test_where_the_model_lies_is_no_other_setting(dataset: Path) -> None:
 
 
 def test_repair_after_the_finish(dataset: Path) -> None:
-    """What a resume does with a complete dataset in which a shard is damaged."""
+    """A resume does this with a complete dataset in which a shard is damaged."""
     samples = make_samples([5, 1, 9, 12, 3, 7, 2])
     before = folder_bytes(dataset)
     flip(dataset / "shard-00001.safetensors", 4000)

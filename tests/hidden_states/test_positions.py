@@ -1,4 +1,4 @@
-"""Which tokens keep their rows."""
+"""Tokens that keep their rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is written is what is read, in every format and dtype."""
+"""Samples are read as they were written, in every format and dtype."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from tests.models.checkpoints import make_checkpoint
 
 NUM_LAYERS = 8
 LAYERS = [2, NUM_LAYERS // 2, NUM_LAYERS - 3, NUM_LAYERS]
-"""What the trainer of speculators derives from the number of layers, and the final state."""
+"""Layers that speculators' trainer derives from the number of layers, and the final state."""
 MAX_MODEL_LEN = 4096
 POOL_BYTES = 64 * 2**20
 SHUTDOWN_SECONDS = 30.0

@@ -170,7 +170,7 @@ class Soak:
         return {name: found[name] for name in GAUGES} | {"/load": load}
 
     def settled(self) -> Footprint:
-        """What the processes hold once nothing is left to do."""
+        """Footprint of the processes once nothing is left to do."""
         deadline = time.monotonic() + SETTLE_SECONDS
         while any(self.gauges().values()) and time.monotonic() < deadline:
             time.sleep(0.2)
@@ -187,7 +187,7 @@ class Soak:
 
 
 def arrived(connection: socket.socket) -> bytes:
-    """What has arrived and nobody has read yet."""
+    """Bytes that have arrived and are not read yet."""
     data = b""
     connection.setblocking(False)
     with contextlib.suppress(BlockingIOError, ConnectionResetError):
@@ -198,7 +198,7 @@ def arrived(connection: socket.socket) -> bytes:
 
 @dataclass
 class Footprint:
-    """What is left after a round: nothing, and what the processes need for themselves."""
+    """Leftovers of a round: nothing but what the processes need for themselves."""
 
     busy: dict[str, float]
     files: list[str]
@@ -224,7 +224,7 @@ class Footprint:
 
 
 def soak(family: str, folder: Path, count: int, concurrency: int, seed: int) -> list[str]:
-    """What went wrong; figures are printed."""
+    """Return what went wrong, and print figures."""
     rng = random.Random(seed)
     model = make_verifier(folder / "model", family)
     lengths = [1, LONGEST, *(rng.randint(1, LONGEST) for _ in range(NUM_PROMPTS - 2))]

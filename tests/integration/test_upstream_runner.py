@@ -1,4 +1,4 @@
-"""What ``make test-upstream`` lays out and reports, on a source tree made here."""
+"""Layout and report of ``make test-upstream``, on a source tree made here."""
 
 from __future__ import annotations
 

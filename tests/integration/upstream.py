@@ -142,7 +142,7 @@ def why_different(name: str) -> str | None:
 
 
 def read_outcomes(report: Path) -> list[Outcome]:
-    """Of pytest's report in XML."""
+    """Read the outcomes in pytest's XML report."""
     outcomes = []
     for case in ElementTree.parse(report).getroot().iter("testcase"):
         parts = {child.tag for child in case} & {"failure", "error", "skipped"}

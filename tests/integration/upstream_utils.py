@@ -1,4 +1,4 @@
-"""What upstream's tests import from ``tests.utils``: the few that those of connectors use.
+"""Names that upstream's tests import from ``tests.utils``: the few that connector tests use.
 
 ``tests.integration.upstream`` puts this file there.
 """

@@ -105,7 +105,7 @@ class Harness:
         return KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=groups)
 
     def rows(self, request_id: str, num_tokens: int) -> torch.Tensor:
-        """What the model computes for a request, [tokens, layers, hidden]."""
+        """Rows that the model computes for a request, [tokens, layers, hidden]."""
         seed = int.from_bytes(hashlib.sha256(request_id.encode()).digest()[:4], "little")
         generator = torch.Generator().manual_seed(seed)
         shape = (4096, len(self.layer_ids), self.hidden_size)

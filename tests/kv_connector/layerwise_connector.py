@@ -49,7 +49,7 @@ class Index(BlockPool):
 @dataclass
 class LayerwiseMetadata(KVConnectorMetadata):
     loads: list[tuple[BlockKey, int, int]]
-    """What is stored, the block that it goes to, and the group of that."""
+    """Name of a stored block, the block that it goes to, and the group of the latter."""
     saves: list[SavedContent]
 
 

@@ -25,7 +25,7 @@ store: Store = {}
 faults: set[str] = set()
 calls: list[str] = []
 TOKENS = 48
-"""Of every prompt that many are kept."""
+"""Number of tokens that are kept of every prompt."""
 
 
 @dataclass
@@ -175,7 +175,7 @@ class SlotConnector(KVConnectorBase_V1):
 
 
 class WantsTransferResults(SlotConnector):
-    """Of a release with another set of hooks."""
+    """A connector of a release with another set of hooks."""
 
     def get_transfer_results(self) -> None: ...
 

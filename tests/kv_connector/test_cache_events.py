@@ -1,4 +1,4 @@
-"""What enters and leaves the prefix cache, as a listener on the network learns it."""
+"""A listener on the network learns what enters and leaves the prefix cache."""
 
 from __future__ import annotations
 

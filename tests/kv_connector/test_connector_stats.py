@@ -1,4 +1,4 @@
-"""What connectors count reaches the log and Prometheus; cache events reach who asked."""
+"""Counts of connectors reach the log and Prometheus; cache events reach those who asked."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ ALL = multi(counter(), OFFLOADING, counter("AnotherCounter"), counter())
 
 
 def run(folder: Path, connector: dict[str, Any]) -> tuple[list[dict[str, Any]], list[Any], Any]:
-    """What is told of a call in this process: stats, events, the engine's config."""
+    """Return what is reported of a call in this process: stats, events, and the engine's config."""
     told: list[dict[str, Any]] = []
     events: list[Any] = []
     with engine(folder, **only(connector)) as llm:

@@ -1,4 +1,4 @@
-"""What goes first: the policies beside plain ones, and with contents that are held."""
+"""Order of eviction: the policies beside plain ones, and with contents that are held."""
 
 from __future__ import annotations
 

@@ -55,8 +55,8 @@ def results(llm: LLM) -> list[Any]:
 
 
 def run(folder: Path, fault: Fault, policy: str = "recompute") -> tuple[list[Any], list[Any]]:
-    """What is computed, and what comes of prompts that are loaded when the hook fails, one after
-    another. Afterwards all is well again."""
+    """Return what is computed, and what becomes of prompts that are loaded, one after another, when
+    the hook fails. Afterwards all is well again."""
     arguments: dict[str, Any] = {"block_size": 16, "max_num_seqs": 1}
     with engine(folder, kv_transfer_config=failing(policy), **arguments) as llm:
         expected = results(llm)

@@ -29,7 +29,7 @@ def check_file(harness: Harness, path: str, request_id: str, token_ids: list[int
 
 
 def take_as_client(path: str) -> dict[str, torch.Tensor]:
-    """What speculators and hs_connectors do: lock, remove the lock, then read."""
+    """Do as speculators and hs_connectors do: lock, remove the lock, then read."""
     lock = path + ".lock"
     if os.path.exists(lock):
         descriptor = os.open(lock, os.O_RDWR)

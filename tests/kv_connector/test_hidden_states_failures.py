@@ -1,4 +1,4 @@
-"""What goes wrong with one request: its reply says why, its files go, the others live."""
+"""If one request goes wrong, its reply says why, its files go, and the others live."""
 
 from __future__ import annotations
 

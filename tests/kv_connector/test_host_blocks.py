@@ -24,7 +24,7 @@ def request(name: str) -> Request:
 
 
 def key(text: str, index: int, group: int = TOKENS) -> BlockKey:
-    """Of block ``index`` of a text, whose letters are blocks."""
+    """Key of block ``index`` of a text, whose letters are blocks."""
     return (group, text[: index + 1].encode(), 0 if group == STATES else index)
 
 

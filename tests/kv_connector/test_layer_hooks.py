@@ -43,7 +43,7 @@ def _nothing_stored() -> Iterator[None]:
 
 
 def steps() -> list[list[tuple[str, str]]]:
-    """What was called in each step."""
+    """Return the calls of each step."""
     found: list[list[tuple[str, str]]] = []
     for call in layerwise_connector.calls:
         if call[0] == "start":

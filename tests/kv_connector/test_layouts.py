@@ -1,4 +1,4 @@
-"""How attention caches lie: token by token or head by head, layer by layer or as one view."""
+"""Layouts of attention caches: token by token or head by head, layer by layer or as one view."""
 
 from __future__ import annotations
 

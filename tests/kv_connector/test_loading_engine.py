@@ -145,7 +145,7 @@ def test_the_order_of_calls(checkpoint: Checkpoint) -> None:
 
 
 def test_prompts_without_tokens_run_every_layer_for_the_connector(checkpoint: Checkpoint) -> None:
-    """What it saves of them is loaded by others."""
+    """Other requests load what the connector saves of them."""
     with engine(checkpoint("llama"), block_size=16) as llm:
         expected = tokens_of(llm.generate(PROMPTS[:1], greedy(8), use_tqdm=False))
     with engine(checkpoint("llama"), block_size=16, **connector()) as llm:

@@ -1,7 +1,6 @@
-"""What connectors of other packages, and tests of connectors, import from this package.
+"""Names that connectors of other packages, and tests of connectors, import from this package.
 
-Each name is there. What they do: here and in ``test_upstream_names``, or where the tests of their
-module are.
+Each name is there. What it does is tested here, in ``test_upstream_names``, or with its module.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ PROMPTS = [TEXT[:n] + [n % 300] * 20 for n in (400, 333, 64, 15, 577)]
 
 
 def fresh(folder: Path, path: Path, prompts: list[list[int]], max_tokens: int = 4) -> Any:
-    """What an engine without any cache gives."""
+    """Outputs of an engine without any cache."""
     arguments = beside_extraction(path)
     with engine(folder, max_model_len=1024, enable_prefix_caching=False, **arguments) as llm:
         return ask(llm, prompts, max_tokens)

@@ -79,7 +79,7 @@ def test_a_connector_that_writes_in_its_own_form(make_harness: MakeHarness, stor
 def test_rows_that_are_collected_leave_the_memory_they_came_in(
     make_harness: MakeHarness, storage: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a request has collected counts no longer as in flight, and holds no piece."""
+    """Rows that a request has collected no longer count as in flight, and keep no piece alive."""
     send = RowSaver._send
     buffers: list[weakref.ref[Any]] = []
 

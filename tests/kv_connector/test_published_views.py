@@ -1,4 +1,4 @@
-"""What a connector is given as a layer's cache is the same tensor wherever it is given."""
+"""A connector is given a layer's cache as the same tensor everywhere."""
 
 from __future__ import annotations
 

@@ -228,7 +228,7 @@ def test_a_quota_is_a_number(checkpoint: Checkpoint, tmp_path: Path) -> None:
 def test_a_folder_that_this_engine_can_only_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What killed writers left there is no reason not to start."""
+    """Files that killed writers left there do not keep it from starting."""
     key = (0, b"a", 0)
     blocks = StoredBlocks(tmp_path, None)
     write(blocks, [key], bytes(10))

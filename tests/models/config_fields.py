@@ -26,7 +26,7 @@ from tests.models.oracle import Reference, reference_run, relative_error
 NUM_TOKENS = 75
 CHUNKS = [1, 37, 16, 2]
 MOST_ERROR = 1e-3
-"""Of the root mean square; a layer that amplifies what it gets is no difference in reading."""
+"""Share of the rms; a layer that amplifies its input is not a difference in reading."""
 _TOKENS = ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")
 _LENGTHS = ("max_position_embeddings", "n_positions")
 _SAYS_WHAT_IT_IS = ("architectures", "model_type", "dtype", "transformers_version")
@@ -72,7 +72,7 @@ Outcome = Literal["right", "differs", "refused", "no case"]
 
 
 class Finding(NamedTuple):
-    """What came of a case, and the errors or the reason."""
+    """Outcome of a case, and the errors or the reason."""
 
     outcome: Outcome
     what: str
@@ -139,7 +139,7 @@ def examine(case: Case, folder: Path) -> Finding:
 
 
 def _reference_of(case: Case, folder: Path, tokens: list[int]) -> Reference:
-    """What transformers makes of the checkpoint, or should."""
+    """Reference that transformers makes of the checkpoint, or should make."""
     path = folder / "config.json"
     text = path.read_text()
     if case.entry in _OF_FIRST_WEIGHTS:

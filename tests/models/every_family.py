@@ -36,8 +36,8 @@ SHARED = 48
 MOST_ERROR = 1e-4
 NEW_TOKENS = 5
 MOST_BFLOAT16_ERROR = 0.3
-"""Of the middle row, as a share of the rms. Where chance decides more, as changes of the embeddings
-by a unit in the last place shows, transformers' own error is the measure."""
+"""Limit for the middle row, as a share of the rms. If chance decides more, as changes of the
+embeddings by a unit in the last place show, transformers' own error is the measure."""
 NUM_NUDGES = 5
 MOST_TIMES_TRANSFORMERS = 1.5
 _REFUSALS = ("cannot be served", "config.json: ")
@@ -45,7 +45,7 @@ _REFUSALS = ("cannot be served", "config.json: ")
 
 @dataclass
 class Report:
-    """What one family did. outcome: whole, refused, wrong or not built."""
+    """Result of one family. outcome: whole, refused, wrong or not built."""
 
     model_type: str
     outcome: str = "whole"
@@ -69,9 +69,9 @@ def streams_of(model: Any, token_ids: list[int]) -> list[torch.Tensor]:
 def streams_between(
     layers: Iterable[torch.nn.Module], model: Any, token_ids: list[int]
 ) -> list[torch.Tensor]:
-    """What enters each of the layers, and what leaves the last, [tokens, hidden], by hooks.
+    """Streams into each of the layers, and out of the last, [tokens, hidden], by hooks.
 
-    One that a text skips leaves the stream as it is.
+    A layer that a text skips leaves the stream as it is.
     """
     layers = list(layers)
     entering: dict[Any, torch.Tensor] = {}
@@ -200,9 +200,9 @@ def _bfloat16_error(
 
 
 def middle_row_error(found: list[list[torch.Tensor]], expected: list[list[torch.Tensor]]) -> float:
-    """Of the worst layer of the worst prompt: a rounding may choose another expert for a few rows.
+    """Middle row's error in the worst layer of the worst prompt, as a share of the layer's rms.
 
-    As a share of the layer's root mean square; infinite where a row is not finite.
+    A rounding may choose another expert for a few rows. A non-finite row makes the error infinite.
     """
     worst = 0.0
     for own, streams in zip(found, expected, strict=True):

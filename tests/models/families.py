@@ -21,7 +21,7 @@ class Family(NamedTuple):
     model_class: str
     config: dict[str, Any]
     vision: dict[str, Any] | None = None
-    """Of its vision tower, for configs that nest the one above."""
+    """Config of its vision tower, for configs that nest the one above."""
 
 
 _DENSE: dict[str, Any] = {

@@ -62,7 +62,7 @@ def make_published(folder: Path, name: str) -> Any:
 
 
 def streams_of(model: Any, token_ids: list[int]) -> list[torch.Tensor]:
-    """What enters each decoder layer of the language model, and what leaves the last, by hooks."""
+    """Streams into each decoder layer of the language model, and out of the last, by hooks."""
     decoder = model.get_decoder()
     decoder = getattr(decoder, "language_model", decoder)
     num_layers = num_decoder_layers(model.config.get_text_config(decoder=True))

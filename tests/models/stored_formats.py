@@ -30,7 +30,7 @@ class Format(NamedTuple):
 
 
 def _amax(weight: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    """Of every block, one a block."""
+    """Largest magnitudes, one value per block."""
     m, n = weight.shape
     blocks = [
         [weight[i : i + rows, j : j + columns].abs().max() for j in range(0, n, columns)]
@@ -174,7 +174,7 @@ def awq(group: int) -> Packer:
 
 
 def awq_by_row(group: int) -> Packer:
-    """Of the "gemv" kernels; zeros in as many integers as those read at once."""
+    """AWQ for the "gemv" kernels; zeros are padded to as many integers as those read at once."""
 
     def pack(weight: torch.Tensor) -> Packed:
         codes, zero, scale, exact = _codes(weight, group, 4, torch.float16, False)
@@ -372,7 +372,7 @@ MULTIPLES = {
     "nvfp4-modelopt": 16,
     "nvfp4-packed": 16,
 }
-"""Of columns, where a format fixes them."""
+"""The number of columns is a multiple of this, where a format fixes it."""
 
 KEPT = ("in_proj_b", "in_proj_a")
 """Modules that stay as they are."""

@@ -26,7 +26,7 @@ FAMILIES = {
 }
 """A tensor of each."""
 CONVERTED = {"mixtral": "model.layers.1.mlp.experts.gate_up_proj"}
-"""What transformers makes of it, where that is another one."""
+"""Tensor that transformers makes of it, if that is another one."""
 IMPLS = ["vllm", "transformers"]
 FEED_FORWARD = {"gpt2": "n_inner", "falcon": "ffn_hidden_size"}
 VOCABULARY = {

@@ -1,4 +1,4 @@
-"""How every_family.py judges rows in bfloat16."""
+"""Verdicts of every_family.py on rows in bfloat16."""
 
 from __future__ import annotations
 

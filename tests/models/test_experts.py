@@ -20,7 +20,7 @@ HIDDEN, WIDTH, NUM_EXPERTS, TOP_K = 72, 40, 7, 3
 
 
 class Half(torch.nn.Module):
-    """What all tokens share."""
+    """The expert that all tokens share."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x * 0.5

@@ -1,4 +1,4 @@
-"""Where a class of ours does not do what the config asks, transformers' module runs."""
+"""If a class of ours does not do what the config asks, transformers' module runs."""
 
 from __future__ import annotations
 

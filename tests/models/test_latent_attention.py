@@ -72,7 +72,7 @@ def test_heads_at_a_time_change_no_bit(
 def test_rows_at_a_time_change_no_bit(
     family: str, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of those whose tokens are chosen; chunks end before, at and behind the first of them."""
+    """Rows whose tokens are chosen; chunks end before, at and behind the first of them."""
     folder = make_checkpoint(tmp_path, family, dtype=dtype, tokenizer=False)
     _, whole = run(folder)
     monkeypatch.setattr(token_selection, "_MOST_SCRATCH_BYTES", 1)

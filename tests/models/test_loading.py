@@ -1,4 +1,4 @@
-"""What a checkpoint may be, and the errors that name what is wrong with it."""
+"""Forms that a checkpoint may have, and the errors that name what is wrong with it."""
 
 from __future__ import annotations
 
@@ -273,7 +273,7 @@ def test_the_config_of_llama_4s_text_model_ties_its_head(tmp_path: Path) -> None
 
 
 def reference_logits(folder: Path, hidden: torch.Tensor) -> torch.Tensor:
-    """Of transformers' head."""
+    """Logits of transformers' head."""
     config = transformers.AutoConfig.from_pretrained(folder)
     model = getattr(transformers, config.architectures[0]).from_pretrained(folder)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""What the comparisons with transformers call an error."""
+"""Definition of an error in the comparisons with transformers."""
 
 from __future__ import annotations
 

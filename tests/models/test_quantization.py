@@ -107,7 +107,7 @@ def test_experts_stay_as_they_are_stored(name: str, tmp_path: Path) -> None:
 
 
 def join_experts(weights: dict[str, torch.Tensor]) -> None:
-    """Those that have tensors of their own."""
+    """Join the experts that have their own tensors."""
     for first in [name for name in weights if name.endswith("experts.0.gate_proj.weight")]:
         experts = first.removesuffix(".0.gate_proj.weight")
         joined: dict[str, list[torch.Tensor]] = {"gate_up_proj": [], "down_proj": []}
@@ -122,7 +122,7 @@ def join_experts(weights: dict[str, torch.Tensor]) -> None:
 
 
 def is_of_experts(name: str) -> bool:
-    """Whether it is the tensor of all experts."""
+    """Tell whether ``name`` is the tensor of all experts."""
     return name.endswith(("experts.gate_up_proj", "experts.down_proj"))
 
 
@@ -546,7 +546,7 @@ def test_weights_stay_packed_where_products_unpack_them(tmp_path: Path) -> None:
 
 
 def rounded(weight: torch.Tensor, method: str) -> torch.Tensor:
-    """What a weight becomes, block by block, in float64."""
+    """The weight as ``method`` rounds it, block by block, in float64."""
     found = torch.empty(weight.shape, dtype=torch.float64)
     rows = 128 if method == "fp8" else 1
     for i in range(0, weight.shape[0], rows):

@@ -89,7 +89,7 @@ def test_head_quantization_rounds_the_head_and_what_is_tied_to_it(
 
 
 def test_head_quantization_is_an_option_of_every_engine(tmp_path: Path) -> None:
-    """Of quantised checkpoints too; prompts are embedded and answered out of the same table."""
+    """It applies to quantised checkpoints too; one table embeds prompts and gives the logits."""
     plain = make_checkpoint(tmp_path / "plain", "llama", tokenizer=False, tie_word_embeddings=True)
     stored, _ = quantise_checkpoint(plain, FORMATS["int4-groups"])
     tokens = []

@@ -1,4 +1,4 @@
-"""Which classes serve which architectures, also in processes that are started later."""
+"""Classes that serve each architecture, also in processes that are started later."""
 
 from __future__ import annotations
 

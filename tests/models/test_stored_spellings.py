@@ -1,4 +1,4 @@
-"""What writers of quantised checkpoints call the same thing, and what they leave beside it."""
+"""Names that writers of quantised checkpoints give the same thing, and extras beside it."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def test_values_are_those_of_safetensors(family: str, form: str, tmp_path: Path)
 
 @pytest.mark.parametrize("model_type", ["mpt", "gemma3_vl"])
 def test_modules_of_transformers(model_type: str, tmp_path: Path) -> None:
-    """Of a whole checkpoint, and of the language part of one."""
+    """Modules of a whole checkpoint, and of the language part of one."""
     if model_type == "mpt":
         zoo.make_checkpoint(tmp_path, model_type)
     else:
@@ -111,7 +111,7 @@ def without(name: str) -> Any:
 
 
 class Code:
-    """What would be run if it were unpickled."""
+    """Object that would run a command if it were unpickled."""
 
     def __reduce__(self) -> Any:
         return os.system, ("touch /tmp/it_was_run_by_unpickling",)

@@ -257,7 +257,7 @@ def test_a_checkpoint_that_is_not_whole_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_logits_are_the_models_own(tmp_path: Path) -> None:
-    """What follows the LM head (here a soft cap) counts too."""
+    """Operations after the LM head (here a soft cap) count too."""
     model = zoo.make_checkpoint(tmp_path, "gemma2", final_logit_softcapping=2.0)
     prompt = random_prompts(1, [12])[0]
     with engine(tmp_path, **OPTIONS) as llm:

@@ -1,4 +1,4 @@
-"""What a step is promised on a card fits: torch takes memory in segments, for each stream."""
+"""The memory promised to a step on a card suffices: torch takes it in segments, for each stream."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def run_step(allocator: Allocator, draw: random.Random) -> None:
 
 @pytest.fixture
 def allocator(monkeypatch: pytest.MonkeyPatch) -> Allocator:
-    """That of the device, after something else has come and gone."""
+    """The device's allocator, after something else has come and gone."""
     allocator = Allocator()
     for name, value in (
         ("synchronize", lambda: None),

@@ -32,7 +32,7 @@ def test_greedy_takes_the_largest_float32_logit_and_changes_nothing() -> None:
 
 
 def test_logits_that_kernels_do_not_know() -> None:
-    """Of other packages' models: another dtype, another layout."""
+    """Models of other packages may have them: another dtype, another layout."""
     for logits in (random_logits(5, 70).double(), random_logits(70, 5).t()):
         rows = [make_row(temperature=0.0) for _ in range(5)]
         assert run(logits, rows).sampled_token_ids == logits.max(dim=1).indices.tolist()

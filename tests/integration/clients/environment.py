@@ -23,7 +23,7 @@ class ClientEnvironment:
     """Programs of the environment, run as a user would: in a process each, without a network."""
 
     home: Path
-    """Where they may keep caches."""
+    """Folder where the programs may keep caches."""
 
     def run(self, program: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess:
         """Run ``program`` (e.g. "python"); what it prints is one text, errors included."""
@@ -66,7 +66,7 @@ class ClientEnvironment:
         return done.stdout
 
     def speculators(self, command: str, **options: object) -> str:
-        """What ``speculators COMMAND`` prints; it has to end well. A list repeats its option."""
+        """Output of ``speculators COMMAND``, which has to end well. A list repeats its option."""
         done = self.run("speculators", command, *as_arguments(options))
         assert done.returncode == 0, done.stdout
         return done.stdout
