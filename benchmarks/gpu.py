@@ -1,8 +1,8 @@
-"""What this engine owes on one GPU, row by row: the figure, the target, and whether it is met.
+"""Targets of this engine on one GPU, row by row: the figure, the target, and whether it is met.
 
 Models have published shapes and random weights, made on the device: no checkpoint is needed.
-Everything runs in this process, one model after another; what is compared takes turns. A missed
-target is printed, it is no exit status; a row that cannot be measured is.
+Everything but vLLM runs in this process, one model after another; what is compared takes turns.
+A missed target is printed and does not change the exit status; a row that cannot be measured does.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Bench:
-    """Where and how large; makes the models of the rows."""
+    """The device, folders and size of a run; makes the models of the rows."""
 
     device: str
     is_tiny: bool
@@ -249,7 +249,7 @@ class OnDevice(TransformersContender):
 
 @contextmanager
 def models_freed() -> Iterator[None]:
-    """What the block made is given back at its end."""
+    """Free at the end of the block what it made."""
     try:
         yield
     finally:
@@ -257,7 +257,7 @@ def models_freed() -> Iterator[None]:
 
 
 def give_memory_back() -> None:
-    """What nothing refers to; the allocator of the device keeps nothing, either."""
+    """Free what nothing refers to; the allocator of the device keeps nothing, either."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

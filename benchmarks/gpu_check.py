@@ -28,7 +28,7 @@ from typing import IO, TextIO, cast
 ROOT = Path(__file__).resolve().parent.parent
 TOTAL_SECONDS = 560
 TEST_SECONDS = 240
-"""Of them, when the benchmark runs too."""
+"""Seconds of the total that tests get when the benchmark runs too."""
 PEER_SECONDS = 1200
 """More, when vLLM is measured beside this engine: four rows of at most 300 s."""
 FOR_KERNELS = {"torch", "triton", "numpy", "pytest"}
@@ -57,7 +57,7 @@ SKIPPED = "SKIPPED: something that it needs is missing"
 
 
 def version_of(module: str) -> str:
-    """Of what Python would import; empty when there is nothing."""
+    """Version of the module that Python would import; empty if there is none."""
     if find_spec(module) is None:
         return ""
     try:
@@ -139,7 +139,7 @@ class Command:
 
 
 class Report:
-    """Where everything is printed: the terminal, and a file as well."""
+    """Prints everything to the terminal, and to a file as well."""
 
     def __init__(self, file: TextIO) -> None:
         self._places = (sys.stdout, file)

@@ -1,4 +1,4 @@
-"""What keeping blocks on the host gives: prompts with long prefixes, more than the pool holds.
+"""Gain of keeping blocks on the host: prompts with long prefixes, more than the pool holds.
 
     python benchmarks/offloading.py                # 64 prefixes of 2,048 tokens, a pool for 8
     python benchmarks/offloading.py --prompts 8 --pool 2    # minutes less
@@ -7,7 +7,7 @@ Every prefix is asked for twice, with another end; rows of four layers go to fil
 nothing hits, which shows what saving costs beside an engine without the connector; the second time
 the pool has overwritten all of them, and the connector loads what the other engine computes again.
 Times are CPU seconds of the process (its threads together), which other work on the machine
-changes little; exit status 1 when a target is missed.
+changes little. The exit status is 1 when a target is missed.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def pool_of(llm: LLM) -> torch.Tensor:
 
 
 def cpu_seconds(llm: LLM, prompts: Sequence[list[int]], folder: Path) -> float:
-    """Of one pass over all prompts, their files written."""
+    """CPU seconds of one pass over all prompts, including writing their files."""
     params = SamplingParams(max_tokens=1, temperature=0.0)
     start = time.process_time()
     outputs = llm.generate(list(prompts), params, use_tqdm=False)

@@ -90,11 +90,11 @@ class DecodeContender(PlainContender):
 
 
 class WeightReadContender(Contender):
-    """How long reading all weights once a decoding step takes, at copy bandwidth.
+    """Time to read all weights once per decoding step, at copy bandwidth.
 
     The weights are those of the layers' products and of the LM head. Copy bandwidth is
     measured in every round, in this process, on all of torch's threads: 256 MiB are copied
-    from one buffer to another 99 times; the bytes read and the bytes written, both counted,
+    from one buffer to another 99 times. It is the bytes read plus the bytes written, divided
     by the median time of a copy. Reads that a cache makes in order to write are not counted.
     """
 
@@ -118,7 +118,7 @@ class WeightReadContender(Contender):
 
 @dataclass(frozen=True)
 class Rival:
-    """What the engine is compared with, and by how much it has to be faster."""
+    """A contender to compare the engine with, and how much faster the engine has to be."""
 
     name: str
     contender: type[Contender]
@@ -234,7 +234,7 @@ def measure_target(name: str, target: Target, rounds: int, overrides: dict[str, 
 
 
 class SchedulerSpeed(NamedTuple):
-    """What one run over a queue gave; the time of adding requests is not in it."""
+    """Results of one run over a queue; they leave out the time of adding requests."""
 
     requests_per_second: float
     """Scheduled, answered and freed."""
@@ -345,7 +345,7 @@ def measure(names: Sequence[str], rounds: int, overrides: dict[str, Any]) -> Ite
 
 
 def results(rows: Sequence[Row], command: str) -> dict[str, Any]:
-    """What ``--json`` writes; benchmarks/report.py reads it from benchmarks/results."""
+    """Return what ``--json`` writes; benchmarks/report.py reads it from benchmarks/results."""
     return {
         "machine": describe_machine(),
         "date": time.strftime("%Y-%m-%d"),

@@ -1,4 +1,4 @@
-"""What holds for every test: one thread, the same data each time, no device that is not there."""
+"""Conditions of every test: one thread, the same data each time, no device that is not there."""
 
 from __future__ import annotations
 

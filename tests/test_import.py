@@ -20,7 +20,7 @@ MOST_MODULES = 20
 
 
 def modules_loaded_by(code: str) -> list[str]:
-    """What a fresh interpreter imports for ``code``, the standard library's not counted."""
+    """Modules that a fresh interpreter imports for ``code``, without the standard library's."""
     program = (
         f"import json, sys\nbefore = set(sys.modules)\n{code}\n"
         "loaded = {name for name in set(sys.modules) - before\n"

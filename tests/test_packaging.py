@@ -1,4 +1,4 @@
-"""What is shipped: the archives, the unit for systemd, the file for Docker."""
+"""The things that are shipped: the archives, the unit for systemd, the file for Docker."""
 
 from __future__ import annotations
 

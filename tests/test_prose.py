@@ -6,11 +6,12 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-PACKAGE = Path(__file__).resolve().parent.parent / "vllm"
-FRAGMENTS = ("Of", "What", "Where", "Whether")
+ROOT = Path(__file__).resolve().parent.parent
+FOLDERS = ("vllm", "tests", "benchmarks", "examples")
+FRAGMENTS = ("Of", "What", "Where", "Whether", "Which", "Who", "Whose", "How", "Those")
 """First words of docstrings that leave their subject, or their question, to the name above."""
 ALLOWED: dict[str, set[str]] = {}
-"""Module -> docstrings that begin so all the same, each with a reason beside it."""
+"""Path of a module -> docstrings that begin so all the same, each with a reason beside it."""
 
 
 def docstrings_of(tree: ast.Module) -> Iterator[tuple[int, str]]:
@@ -23,14 +24,15 @@ def docstrings_of(tree: ast.Module) -> Iterator[tuple[int, str]]:
 
 def test_docstrings_have_a_subject() -> None:
     wrong = []
-    for path in sorted(PACKAGE.rglob("*.py")):
-        module = path.relative_to(PACKAGE).as_posix()
+    paths = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
+    for path in paths:
+        module = path.relative_to(ROOT).as_posix()
         found = {
             text: line
             for line, text in docstrings_of(ast.parse(path.read_text(encoding="utf-8")))
             if text.split(" ", 1)[0] in FRAGMENTS
         }
         allowed = ALLOWED.get(module, set())
-        wrong += [f"vllm/{module}:{found[text]}: {text}" for text in found.keys() - allowed]
+        wrong += [f"{module}:{found[text]}: {text}" for text in found.keys() - allowed]
         assert allowed <= found.keys(), f"ALLOWED names docstrings that {module} has no more"
     assert not wrong, "give these docstrings a subject, or a verb:\n" + "\n".join(wrong)

@@ -16,7 +16,7 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
 def run_example(name: str, *arguments: str | Path) -> str:
-    """What the script prints; the test fails when the script does."""
+    """Return what the script prints; the test fails when the script does."""
     path, printed = str(EXAMPLES / name), io.StringIO()
     argv = [path, *map(str, arguments)]
     with mock.patch.dict(os.environ), mock.patch("sys.argv", argv), redirect_stdout(printed):

@@ -39,7 +39,7 @@ class AtOnce:
         """An event: what the stream was given so far."""
 
     def wait(self, stream: object, event: Any) -> None:
-        """What the stream is given from now on comes after the event."""
+        """Everything that the stream is given from now on comes after the event."""
 
     def synchronize(self, event: Any) -> None:
         """The host waits for the event."""
@@ -57,7 +57,7 @@ class AtOnce:
 
 
 Clock = Counter[object]
-"""How many operations of each stream are known to be done."""
+"""Number of operations of each stream that are known to be done."""
 
 
 class _Access(NamedTuple):
@@ -160,7 +160,7 @@ class Late(AtOnce):
         self._changing = threading.RLock()
 
     def drawn(self, chance: float) -> bool:
-        """Whether something that has this chance happens."""
+        """Draw whether something that has this chance happens."""
         return self._random.random() < chance
 
     def _queue(self, stream: object) -> deque[Callable[[], object] | _Mark]:
@@ -219,4 +219,4 @@ class Late(AtOnce):
 
 
 POISON = 0xFF
-"""Of every byte: NaN in floating point, -1 as an index."""
+"""Value of every byte: NaN in floating point, -1 as an index."""

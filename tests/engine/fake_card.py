@@ -154,7 +154,7 @@ class CardMemory:
                 THE_CARD.order.release(stream, storage)
 
     def measure_peak(self, run: Callable[[], object]) -> int:
-        """What ``run`` takes at its peak beside what is there."""
+        """Bytes that ``run`` takes at its peak beside what is there."""
         return self.measure_peaks(run).total()
 
     def measure_peaks(self, run: Callable[[], object]) -> Counter[str]:
@@ -176,15 +176,15 @@ class FakeCard:
         self.watched_thread: int | None = None
         self.memory = CardMemory()
         self.num_stream_waits = 0
-        """How often a stream was made to wait for an event."""
+        """Number of times that a stream was made to wait for an event."""
         self.copies: list[tuple[str, torch.dtype, int]] = []
         """Stream, dtype and bytes of each copy to the host."""
         self.launches: Counter[tuple[str, str]] = Counter()
-        """How often each stream was given each operation, but for new memory."""
+        """Number of times that each stream was given each operation, but for new memory."""
         self.host_copies: list[int] = []
         """Bytes of each copy between tensors on the host, by the watched thread."""
         self.pinned_bytes: list[int] = []
-        """Of every tensor in pinned memory that nobody had left there, as torch keeps it: in
+        """Bytes of every tensor that needed new pinned memory: torch keeps what others left, in
         classes of powers of two."""
         self._left_pinned: Counter[int] = Counter()
         self._pinned: set[int] = set()
@@ -192,7 +192,7 @@ class FakeCard:
         self._pinning = threading.RLock()
 
     def current_stream(self, device: torch.device | None = None) -> _Stream:
-        """Of this thread."""
+        """Return this thread's stream."""
         stream: _Stream = getattr(self._threads, "stream", _MAIN)
         return stream
 
@@ -372,7 +372,7 @@ class FakeCard:
 
 
 def _nothing() -> None:
-    """What was done already."""
+    """Do nothing: the operation was done already."""
 
 
 def _storages(value: Any) -> frozenset[int]:
@@ -446,7 +446,7 @@ class _Operations(TorchDispatchMode):
 
 
 class _Functions(TorchFunctionMode):
-    """What needs a real device before it comes to an operation."""
+    """Stands in for calls that need a real device before they come to an operation."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -553,7 +553,7 @@ class CardSource(_UnwatchedSource):
 
 
 def _knows_the_card() -> None:
-    """What a thread begins with that gives the card something to do: modes are each thread's."""
+    """Prepare a thread that gives the card something to do: each thread has its own modes."""
     _Functions().__enter__()
     _Operations().__enter__()
 

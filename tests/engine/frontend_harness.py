@@ -67,7 +67,7 @@ def byte_fallback_tokenizer() -> Any:
 
 
 def make_config(extracts: bool = False, **changes: Any) -> Any:
-    """What the front end reads of a VllmConfig."""
+    """The part of a VllmConfig that the front end reads."""
     model = {
         "model": "nowhere",
         "tokenizer": "nowhere",

@@ -103,7 +103,7 @@ def test_rows(family: str, checkpoint: Checkpoint, tmp_path: Path) -> None:
 def test_a_step_that_fails_ends_its_requests_alone(
     where: str, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whether it cannot be started or its result cannot be had, with another step under way."""
+    """A step cannot be started, or its result cannot be had, with another step under way."""
     prompts = random_prompts(23, [40, 40, 40])
     with engine(
         checkpoint("qwen3_5"), async_scheduling=True, max_num_batched_tokens=32, max_num_seqs=1

@@ -195,7 +195,7 @@ FAULTS = {
 
 
 def are_right_after_one_step(order: AtOnce, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether rows of a step arrive as they were, with the next step queued behind it."""
+    """Return whether rows of a step arrive as they were, with the next step queued behind it."""
     with card_of(order, monkeypatch):
         streams = [torch.randn(90, 72), torch.randn(90, 72)]
         expected = torch.stack(streams, 1).half()  # whose memory the card is given

@@ -140,7 +140,7 @@ def test_hooks_and_changed_modules_are_called(checkpoint: Checkpoint) -> None:
 
 
 class Doubled(torch.nn.Module):
-    """What somebody puts in a module's place."""
+    """A module that somebody puts in another's place."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         super().__init__()
@@ -267,7 +267,7 @@ def test_global_hooks_are_called(checkpoint: Checkpoint) -> None:
 
 
 class LooksAtValues(LlamaForCausalLM):
-    """What an author may write, and a recording would not see."""
+    """A model with code that an author may write, and that a recording would not see."""
 
     calls = 0
 

@@ -1,4 +1,4 @@
-"""What newcomers try first with extract(): one layer, messages, pooling, print."""
+"""Uses of extract() that newcomers try first: one layer, messages, pooling, print."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def test_what_is_refused(checkpoint: Checkpoint, options: dict[str, Any], messag
 
 
 def test_a_small_model_takes_a_small_pool(checkpoint: Checkpoint) -> None:
-    """Of gigabytes that are free it takes what its requests can use."""
+    """The pool takes what its requests can use, though gigabytes are free."""
     sizes = []
     for num_requests in (1, 3):
         llm = LLM(str(checkpoint("llama")), max_model_len=160, max_num_seqs=num_requests)

@@ -222,7 +222,7 @@ def test_a_device_has_room_for_the_pieces_of_two_steps(
 def test_kernels_run_first_where_memory_is_measured(
     card: FakeCard, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What tunes itself at its first call (FLA's kernels) takes memory that the plan leaves."""
+    """Kernels that tune themselves at their first call (FLA's) take memory that the plan leaves."""
     measured: set[str] = set()
     late: set[str] = set()
     is_measured, call = False, Operation.__call__

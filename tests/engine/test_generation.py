@@ -154,7 +154,7 @@ def close(entry: Logprob, expected: float) -> bool:
 @pytest.mark.parametrize("family", ["llama", "qwen3_5"])
 @pytest.mark.parametrize("budget", [512, 24])
 def test_logprobs_are_transformers(family: str, budget: int, checkpoint: Checkpoint) -> None:
-    """Of prompt and output tokens, the prompt in one chunk and in several."""
+    """Logprobs of prompt and output tokens, with the prompt in one chunk and in several."""
     folder = checkpoint(family)
     with engine(folder, max_num_batched_tokens=budget) as llm:
         run(llm, PROMPTS, greedy(1))  # what is in the prefix cache must not matter

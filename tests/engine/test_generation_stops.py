@@ -25,7 +25,7 @@ def run(llm: LLM, params: SamplingParams, prompts: Any = PROMPT) -> list[Request
 
 
 def unstopped(folder: Path, num_tokens: int = 24) -> list[int]:
-    """What is generated when nothing ends it."""
+    """Generate ``num_tokens`` tokens with nothing that ends them earlier."""
     with engine(folder) as llm:
         (output,) = run(llm, greedy(num_tokens, **BYTES_ONLY))
     return list(output.outputs[0].token_ids)

@@ -99,7 +99,7 @@ def all_rows(llm: LLM, prompts: list[Any]) -> list[torch.Tensor]:
 
 
 class Resources(NamedTuple):
-    """What this process holds of the system."""
+    """Resources of the system that this process holds."""
 
     threads: int
     descriptors: int
@@ -114,7 +114,7 @@ class Resources(NamedTuple):
         return cls(num_threads, process.num_fds(), len(process.children()))
 
     def settled(self) -> Resources:
-        """What is held now, or in a moment: a thread that was joined may still be leaving."""
+        """Return what is held now, or soon: a thread that was joined may still be leaving."""
         deadline = time.monotonic() + 5
         while (now := Resources.now()) != self and time.monotonic() < deadline:
             pass
@@ -126,7 +126,7 @@ def resident_bytes() -> int:
 
 
 class Parts:
-    """Whether the large parts of engines made from now on are still in memory."""
+    """Counts the large parts of engines made from now on that are still in memory."""
 
     def __init__(self) -> None:
         self.references: list[weakref.ref[Any]] = []

@@ -149,7 +149,7 @@ class LatentForCausalLM(LlamaForCausalLM):
 
 
 def expected_stream(layer: nn.Module, stream: torch.Tensor) -> torch.Tensor:
-    """What the layer makes of a whole prompt's stream, naively."""
+    """Compute naively what the layer makes of a whole prompt's stream."""
     attention = layer.self_attn
     normed = layer.input_layernorm(stream)
     latent = attention.latent_proj(normed)

@@ -1,4 +1,4 @@
-"""What the core reports, made into outputs: kinds, n, stop strings, errors, logprobs."""
+"""The core's reports are made into outputs: kinds, n, stop strings, errors, logprobs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the layers see of the pool: right places, no copies, no neighbours disturbed."""
+"""The layers' views of the pool: right places, no copies, no neighbours disturbed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an earlier prompt computed is found again, and changes no bit."""
+"""The results of an earlier prompt are found again, and change no bit."""
 
 from __future__ import annotations
 

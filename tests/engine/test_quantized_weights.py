@@ -112,7 +112,7 @@ print(sizes[1] - sizes[0])
 
 @pytest.mark.skipif(not unpacks_weights(torch.device("cpu")), reason="weights are dequantised")
 def test_four_bits_take_the_memory_of_four_bits(tmp_path: Path) -> None:
-    """Of the process, beyond what it takes with a model of no size."""
+    """Memory of the process, beyond what it takes with a tiny model."""
     sizes = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 12}
     sizes |= {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}
     none = make_checkpoint(tmp_path / "none", "llama", dtype=torch.bfloat16)

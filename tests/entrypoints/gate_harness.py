@@ -27,7 +27,7 @@ START_SECONDS = 30.0
 
 @dataclass
 class GateState:
-    """What the gate and the routers use of a server's state."""
+    """The part of a server's state that the gate and the routers use."""
 
     settings: ServerSettings
     served_model_names: list[str] = field(default_factory=lambda: ["tiny"])
@@ -182,7 +182,7 @@ def serving(app: FastAPI, root_path: str = "", max_head_bytes: int = 1 << 16) ->
 
 
 def wait_until(is_true: Callable[[], bool], seconds: float = START_SECONDS) -> bool:
-    """Whether it becomes true in time."""
+    """Wait, and return whether ``is_true()`` becomes true in time."""
     pause = threading.Event()
     for _ in range(int(seconds / 0.01)):
         if is_true():

@@ -31,7 +31,7 @@ START_SECONDS = 300.0
 
 @dataclass
 class LiveServer:
-    """What tests need of a running server."""
+    """The parts of a running server that tests need."""
 
     url: str
     state: ServerState

@@ -1,4 +1,4 @@
-"""What clients are told of every mistake they can make."""
+"""Clients get the right answer to every mistake they can make."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ def check_rows(reply: httpx.Response, expected: torch.Tensor) -> Path:
 def test_the_disk_is_full(
     tiny_llama: Path, tmp_path: Path, pool: ThreadPoolExecutor, reference: LLM
 ) -> None:
-    """Who finds no room is told so; the others, and all once there is room, get their rows."""
+    """Clients without room are told so; the others, and all once there is room, get their rows."""
     prompts = random_prompts(4, [10 + 5 * index for index in range(NUM_REQUESTS)])
     expected = [rows_of(output) for output in reference.generate(prompts, greedy(1))]
     num_bytes = sum(rows.nbytes for rows in expected)

@@ -55,7 +55,7 @@ def ask(server: LiveServer, path: str, body: dict[str, Any], *, to_the_end: bool
 
 
 def garbage_types(server: LiveServer) -> list[tuple[str, int]]:
-    """What only the collector could free, of all since it was switched off."""
+    """Types and counts of objects made since the collector was off that only it could free."""
     gc.set_debug(gc.DEBUG_SAVEALL)
     try:
         server.call(gc.collect)

@@ -1,4 +1,4 @@
-"""What nobody sends by mistake: schemathesis, paths in every text, a body of 100 MB."""
+"""Requests that nobody sends by mistake: schemathesis, paths in every text, a body of 100 MB."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_what_the_description_allows_and_what_it_does_not(
 
 
 def texts_of(schema: Any, document: dict[str, Any]) -> bool:
-    """Whether a field may be a text."""
+    """Return whether a field may be a text."""
     if "$ref" in schema:
         return texts_of(document["components"]["schemas"][schema["$ref"].split("/")[-1]], document)
     forms = [*schema.get("anyOf", []), *schema.get("oneOf", [])]

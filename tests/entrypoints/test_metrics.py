@@ -1,4 +1,4 @@
-"""What Prometheus reads: names, values, content types; two applications in one process."""
+"""Prometheus reads the metrics: names, values, content types; two applications in one process."""
 
 from __future__ import annotations
 
@@ -219,7 +219,7 @@ def test_line_in_the_log() -> None:
 
 
 def test_series_follow_the_rules_of_prometheus() -> None:
-    """What `promtool check metrics` holds names to, but for the colon, which is upstream's."""
+    """Names pass the rules of `promtool check metrics`, but for the colon, which is upstream's."""
     metrics = ServerMetrics(lambda: EngineStats(), "tiny")
     metrics.count_failure("disk_full")
     metrics.count_response(429, "/v1/completions")

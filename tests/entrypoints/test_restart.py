@@ -1,4 +1,4 @@
-"""What outlives a server, however it ended: its files, and nothing else. And keys."""
+"""Only its files outlive a server, however it ended. API keys are tested as well."""
 
 from __future__ import annotations
 

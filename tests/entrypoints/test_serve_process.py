@@ -61,7 +61,7 @@ def pool() -> Iterator[ThreadPoolExecutor]:
 
 
 def test_the_log_has_one_form(tiny_llama: Path, folder: Path) -> None:
-    """Of both processes and of the HTTP server; probes that went well are not in it."""
+    """The log is of both processes and the HTTP server; probes that went well are not in it."""
     flags = ("--log-format", "json", "--root-path", "/proxy")
     with serve(tiny_llama, folder, *flags) as server:
         with server.client() as client:
@@ -150,7 +150,7 @@ def test_a_whole_life(tiny_llama: Path, folder: Path, pool: ThreadPoolExecutor) 
 
 
 def test_an_impatient_drain(tiny_llama: Path, folder: Path, pool: ThreadPoolExecutor) -> None:
-    """What does not finish in time gets an error, and leaves no file."""
+    """A request that does not finish in time gets an error, and leaves no file."""
     before = {path.name for path in folder.iterdir()}
     with serve(tiny_llama, folder, "--shutdown-timeout", "0.2") as server:
         core = server.core()

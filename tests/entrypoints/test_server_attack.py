@@ -161,7 +161,7 @@ class Attack:
 
 
 def rows_now(server: ServeProcess) -> list[torch.Tensor]:
-    """Of both prompts."""
+    """Rows of both prompts."""
     prompts = [PROMPT, LONG_PROMPT]
     with server.client() as http:
         body = {"prompt": prompts, "max_tokens": 1, "temperature": 0}

@@ -23,7 +23,7 @@ BEGINNINGS = [{"prompt_token_ids": PROMPT["prompt_token_ids"][:n] + [7] * 40}
               for n in (17, 100, 200)]  # fmt: skip
 SMALL: dict[str, Any] = {"max_model_len": 256, "max_num_seqs": 16, "enforce_eager": True}
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.3}
-"""Of the rms; what 16-bit rows differ by is printed too."""
+"""Largest difference allowed, in units of the rms; what 16-bit rows differ by is printed too."""
 Rows = dict[str, torch.Tensor]
 
 
@@ -38,7 +38,7 @@ def run(folder: Path, path: Path, calls: list[list[Any]], **options: Any) -> lis
 
 
 def variants(folder: Path, path: Path, dtype: str) -> dict[str, list[torch.Tensor]]:
-    """What happened around the prompt -> its rows, each time."""
+    """Map what happened around the prompt to its rows, each time."""
 
     def rows(calls: list[list[Any]], **options: Any) -> list[torch.Tensor]:
         return run(folder, path, calls, dtype=dtype, **options)

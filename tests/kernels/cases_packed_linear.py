@@ -38,7 +38,7 @@ def packed_weight(
 
 
 def scales_cells(kind: str, scale_dtype: torch.dtype) -> bool:
-    """Whether scales are multiplied into the cells: no inputs have scales by group then."""
+    """Return whether scales are multiplied into the cells; no inputs have scales by group then."""
     return kind in ("int4", "fp4") and scale_dtype.itemsize == 1
 
 

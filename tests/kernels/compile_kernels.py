@@ -93,7 +93,7 @@ def _constants_and_types(compilation: dict[str, Any]) -> str:
 
 
 class Multiprocessor(NamedTuple):
-    """What programs share. Source: CUDA C++ Programming Guide, compute capabilities."""
+    """Resources that programs share. Source: CUDA C++ Programming Guide, compute capabilities."""
 
     shared: int
     """Bytes, of which each program takes 1 KiB more than it asks for."""
@@ -102,7 +102,10 @@ class Multiprocessor(NamedTuple):
     registers: int = 65_536
 
     def programs_at_once(self, warps: int, registers: int, shared: int) -> int:
-        """Of so many warps, registers of a thread, and bytes. A warp gets registers by 256."""
+        """Number of programs of so many warps, registers per thread, and bytes that fit at once.
+
+        A warp gets registers in units of 256.
+        """
         of_a_warp = -(-registers * 32 // 256) * 256
         return min(
             self.programs,
@@ -166,12 +169,12 @@ def _lines(code: str) -> list[tuple[int, str]]:
 
 
 def _name(text: str) -> str:
-    """Of an instruction, with what follows its points: LDG.E.128."""
+    """Name of an instruction, with the parts after its dots: LDG.E.128."""
     return re.sub(r"^@\S+\s+", "", text).split()[0]
 
 
 def _names(code: str) -> Counter[str]:
-    """How often each instruction stands there, by the first part of its name."""
+    """Number of times that each instruction occurs, by the first part of its name."""
     return Counter(_name(text).split(".")[0] for _, text in _lines(code))
 
 

@@ -1,7 +1,7 @@
-"""What a compiled kernel may cost: limits that are measured on today's forms of each.
+"""Limits of what a compiled kernel may cost, measured on today's forms of each.
 
-``compile_kernels.py`` prints what is held against them. Sizes of tiles are chosen for compute
-capability 90; what is asked of others is that programs fit.
+``compile_kernels.py`` prints the costs that are compared with them. Sizes of tiles are chosen for
+compute capability 90; on others programs only have to fit.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ SHARED_BYTES = {
     100: 227 * 1024,
     120: 99 * 1024,
 }
-"""Of one program, by compute capability."""
+"""Most shared bytes of one program, by compute capability."""
 LEAST_INSTRUCTIONS = 40
 """Triton compiles what a card cannot do to a trap of one instruction, without a word."""
 MOST_BARRIERS_IN_LOOPS = {"scan_kernel": 11, "prepare_kernel": 37, "step_kernel": 4}
@@ -71,12 +71,12 @@ LEAST_PROGRAMS = {
     "scan_kernel": 1,
     "step_kernel": 9,
 }
-"""That a multiprocessor holds at once. Of other kernels eight."""
+"""Fewest programs that a multiprocessor has to hold at once; eight for other kernels."""
 LEAST_PROGRAMS_BY_3_6 = {**LEAST_PROGRAMS, "_norm_rotary_kernel": 5}
 
 
 def faults(form: dict[str, Any], capability: int) -> list[str]:
-    """What is wrong with a form: nothing, or each cost with its limit."""
+    """List what is wrong with a form: nothing, or each cost with its limit."""
     found = []
     if form["shared"] > SHARED_BYTES[capability]:
         found.append(f"{form['shared']} bytes of shared memory")

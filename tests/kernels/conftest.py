@@ -1,4 +1,4 @@
-"""Which kernels the tests of this folder run on: the plain ones, and native ones by SIMD path."""
+"""The kernels that the tests of this folder run on: plain ones, and native ones by SIMD path."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ from vllm.ops.sources import OverrideSource
 ISA_NAMES = ("avx2", "avx512", "avx512_vnni", "avx512_bf16", "amx_bf16", "neon")
 
 ISAS_OF_PAIRS = ("avx512_bf16", "amx_bf16")
-"""Where products of bfloat16 are those of pairs of terms."""
+"""Instruction sets that multiply bfloat16 in pairs of terms."""
 
 
 def poisoned(like: torch.Tensor, shape: Sequence[int] | torch.Size) -> torch.Tensor:
@@ -264,7 +264,7 @@ def native_kernels(isa: str | None = None) -> Kernels:
 
 
 def triton_kernels() -> Kernels:
-    """Those in Triton; without a card the interpreter runs them."""
+    """The kernels in Triton; without a card the interpreter runs them."""
     import vllm.ops.cuda  # noqa: F401  its overrides
 
     return Kernels(OverrideSource("triton", "cuda"), "cuda")

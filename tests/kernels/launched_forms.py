@@ -164,7 +164,7 @@ def launch_reordered() -> None:
 
 
 def launch_faults() -> None:
-    """What limits have to notice: rows that begin anywhere, and tiles twice as large."""
+    """Launch what limits have to notice: rows that begin anywhere, and tiles twice as large."""
     kernels, hidden = triton_kernels(), 1024
     odd = torch.empty(8, hidden + 1, dtype=BF16)[:, :hidden]
     kernels.rms_norm(odd, torch.empty(hidden, dtype=BF16), 1e-6)
@@ -178,7 +178,7 @@ def launch_faults() -> None:
 
 
 def launch_warm_up() -> None:
-    """What an engine launches before its first request, in the steps of its profile run."""
+    """Launch what an engine does before its first request, in the steps of its profile run."""
     config: Any = SimpleNamespace(
         model_config=SimpleNamespace(max_model_len=131_072),
         scheduler_config=SimpleNamespace(max_num_batched_tokens=8192, max_num_seqs=256),
@@ -324,7 +324,7 @@ def _hidden_rows(kernels: Kernels, dtype: torch.dtype, hidden: int) -> None:
 
 
 def _heads(kernels: Kernels, dtype: torch.dtype, head_size: int, heads: int, kv_heads: int) -> None:
-    """What happens to queries, keys and values before attention, and to its result."""
+    """Launch what is done to queries, keys and values before attention, and to its result."""
     sizes = [2 * heads, kv_heads, kv_heads]
     wide = torch.empty(8, sum(sizes), head_size, dtype=dtype)
     query_and_gate, key, value = wide.split(sizes, dim=1)

@@ -26,13 +26,13 @@ class Case(NamedTuple):
 
     args: tuple[Any, ...]
     tolerance: float
-    """Of the largest written value of a tensor, beside one unit in the last place."""
+    """Share of the largest written value of a tensor, beside one unit in the last place."""
     compared: tuple[str, ...] = ("out",)
     """Arguments that are compared afterwards; how others lie is the implementations' affair."""
 
 
 def every_operation() -> dict[str, Operation[Any]]:
-    """Those of all modules of ``vllm.ops``, by name."""
+    """The operations of all modules of ``vllm.ops``, by name."""
     for module in pkgutil.iter_modules(vllm.ops.__path__, "vllm.ops."):
         if not module.ispkg and not module.name.startswith("vllm.ops._"):  # but for libraries
             importlib.import_module(module.name)

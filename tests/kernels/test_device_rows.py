@@ -1,4 +1,4 @@
-"""What a device says of rows: the report that the plain kernels make, in one pass there."""
+"""A device makes the report on rows that the plain kernels make, in one pass."""
 
 from __future__ import annotations
 

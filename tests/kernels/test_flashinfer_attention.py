@@ -1,4 +1,4 @@
-"""What FlashInfer is told about the pool, and when; a stand-in takes the place of the library."""
+"""Plans of the pool for FlashInfer, and when they are made; a stand-in replaces the library."""
 
 from __future__ import annotations
 

@@ -250,7 +250,7 @@ def test_a_state_that_nobody_reads_need_not_be_written(
 
 @pytest.mark.parametrize(("dk", "dv"), [(32, 64), (33, 24), (1, 70), (2, 130)])
 def test_states_keep_every_bit(kernels: Kernels, dtype: torch.dtype, dk: int, dv: int) -> None:
-    """Those that are halfway between two numbers of 16 bits too."""
+    """Bits of states that are halfway between two numbers of 16 bits are kept too."""
     layer = RecurrentLayer(dtype, 1, 2, dk, dv, 4)
     shape = (2, dk, dv)
     low = torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF])[torch.randint(6, shape)]

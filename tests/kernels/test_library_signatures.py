@@ -43,7 +43,7 @@ def source_of(library: str, path: str) -> ast.Module:
 
 
 def signatures_of(function: str, body: list[ast.stmt]) -> list[Signature]:
-    """Of the definitions of this name, the typed overloads among them."""
+    """Signatures of the definitions of this name, including the typed overloads."""
     found = []
     for node in body:
         if isinstance(node, ast.FunctionDef) and node.name == function:

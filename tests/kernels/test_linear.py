@@ -12,7 +12,8 @@ from vllm.ops.linear import make_panels, panels_shape, weight_of_panels
 
 SHAPES = [(1, 1), (1, 64), (3, 7), (16, 34), (33, 71), (100, 70), (64, 512), (77, 514),
           (130, 1024), (40, 1090), (65, 2081)]  # fmt: skip
-"""Of weights: no multiples of the blocks, odd ones, one to three sums of 512 or 1,024 terms."""
+"""Shapes of weights. Some are odd or not multiples of the blocks; their terms make one to three
+sums of 512 or 1,024."""
 
 ROWS = (1, 2, 3, 6, 7, 13, 16, 17, 31, 64, 65, 129, 300)
 """Around the numbers of rows that are multiplied together."""
@@ -82,7 +83,7 @@ def test_a_large_weight_that_passes_the_caches_by(native: Kernels, dtype: torch.
 
 
 def _sums_in_order(x: torch.Tensor, weight: torch.Tensor, block: int) -> torch.Tensor:
-    """What linear.cpp documents for float32, term by term: one row, [columns]."""
+    """Add in the order that linear.cpp documents for float32, term by term: one row, [columns]."""
     total = torch.zeros(len(weight))
     for start in range(0, len(x), block):
         part = torch.zeros(len(weight))

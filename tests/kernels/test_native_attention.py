@@ -1,4 +1,4 @@
-"""What only the native attention does: partitions of 1,024 keys, packed keys that many rows
+"""Features of the native attention alone: partitions of 1,024 keys, packed keys that many rows
 share (from 4,096 rows of a request and kv head on), and its limits."""
 
 from __future__ import annotations

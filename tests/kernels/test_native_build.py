@@ -57,7 +57,7 @@ def test_one_file_alone_parses_torchs_headers() -> None:
 @needs_library
 @pytest.mark.skipif(shutil.which("nm") is None, reason="nm is not here")
 def test_of_torch_the_libraries_need_its_stable_c_functions_alone() -> None:
-    """What one release of torch built loads with later ones: none of its C++ is asked for."""
+    """A library built with one release of torch loads with later ones: it needs no C++ of torch."""
     for library in FOLDER.glob("_cpu_*.so"):
         command = ["nm", "--dynamic", "--undefined-only", "--format=posix", str(library)]
         lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout

@@ -1,4 +1,4 @@
-"""What takes the place of an operation's body computes what the body does."""
+"""An override of an operation's body computes what the body does."""
 
 from __future__ import annotations
 

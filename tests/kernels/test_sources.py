@@ -1,4 +1,4 @@
-"""Where a device's operations come from."""
+"""The sources that a device's operations come from."""
 
 from __future__ import annotations
 

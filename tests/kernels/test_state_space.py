@@ -177,12 +177,12 @@ def test_tokens_that_forget_everything(layer: Layer) -> None:
 
 
 def float_of_poison(dtype: torch.dtype) -> torch.Tensor:
-    """What a pool's bytes read as before they are written."""
+    """The number that a pool's bytes read as before they are written."""
     return torch.full((dtype.itemsize,), -1, dtype=torch.int8).view(dtype)
 
 
 def relative_rms(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """Of the difference, in units of what was expected."""
+    """RMS of the difference, in units of the expected values' RMS."""
     return float((found.double() - expected).norm() / expected.norm())
 
 

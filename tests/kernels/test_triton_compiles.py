@@ -46,7 +46,7 @@ def run_script(*arguments: str, cache: Path) -> list[dict[str, Any]]:
 
 
 def run_in_parts(*arguments: str, cache: Path) -> list[dict[str, Any]]:
-    """What ``run_script`` returns, from a process for each core unless pytest has its own."""
+    """Return what ``run_script`` does, from a process for each core unless pytest has its own."""
     cores = min(len(os.sched_getaffinity(0)), 8)
     parts = 1 if "PYTEST_XDIST_WORKER" in os.environ else cores
     with ThreadPoolExecutor(parts) as pool:

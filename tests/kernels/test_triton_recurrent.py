@@ -254,7 +254,7 @@ def test_cuts_at_chunk_boundaries_give_the_same_bits(kernels: Kernels) -> None:
 def test_wide_programs_give_the_same_bits(
     kernels: Kernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """How many programs share a state follows the batch."""
+    """The number of programs that share a state follows the batch."""
     layer = RecurrentLayer(torch.bfloat16, 1, 2, 16, 136)
     requests = [layer.inputs(tokens) for tokens in LENGTHS]
     results, shapes = [], set()
@@ -311,7 +311,7 @@ def _chunk_gated_delta_rule(
     cu_seqlens: torch.Tensor,
     chunk_indices: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the library's function of this name computes, one token after another."""
+    """Compute what the library's function of this name does, one token after another."""
     assert output_final_state and use_qk_l2norm_in_kernel
     group = v.shape[2] // q.shape[2]
     q, k = (x.double().repeat_interleave(group, dim=2) for x in (q, k))

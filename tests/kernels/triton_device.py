@@ -1,6 +1,6 @@
-"""Where Triton kernels run in tests: on a card where there is one, else in the interpreter.
+"""Triton kernels run in tests on a card if there is one, else in the interpreter.
 
-Has to be imported before any Triton kernel is. Three things of the interpreter (Triton 3.6)
+This has to be imported before any Triton kernel. Three faults of the interpreter (Triton 3.6)
 are mended: it truncates to bfloat16 where the hardware rounds, multiplies matrices of
 bfloat16 as if their bits were integers, and cannot count to a tensor with numpy 2.4. It also
 prepares Triton's modules again for every call of a function, which takes most of the time.

@@ -1,4 +1,4 @@
-"""What a worker remembers of a request's blocks."""
+"""A worker remembers the blocks of its requests."""
 
 from __future__ import annotations
 

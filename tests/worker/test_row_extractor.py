@@ -137,7 +137,7 @@ def test_the_first_bad_row_is_named_whatever_is_cast_at_a_time(
 
 
 def test_rows_stay_staged_until_they_have_arrived(card: FakeCard) -> None:
-    """What still reads them is no reason to wait, and nobody else gets their memory before."""
+    """A step's end does not wait for its rows' readers, and they keep the memory until they end."""
     streams = [torch.randn(50, 72)]
     before = card.memory.used_bytes
     extractor, _ = extract(CARD, streams, "float16")
