@@ -65,14 +65,16 @@ test-upstream: $(TEST_STAMP)
 	@test -n "$(UPSTREAM)" || { echo "name upstream's source tree: make test-upstream UPSTREAM=FOLDER" >&2; exit 1; }
 	$(VENV_PYTHON) -m tests.integration.upstream "$(UPSTREAM)" $(PYTEST_ARGS)
 
-# Every causal model that transformers has, tiny, on this engine's pool, and every family with a
-# class of its own in 14 kinds of run: prints two tables. MODEL_TYPES and FAMILIES: some of them.
+# Every causal model that transformers has, tiny, on this engine's pool; every family with a class
+# of its own in 14 kinds of run, and with all fields of a row in 10. It prints tables. MODEL_TYPES
+# and FAMILIES: some of them.
 test-models: export HF_HUB_OFFLINE := 1
 test-models: export OMP_NUM_THREADS := 1
 test-models: $(TEST_STAMP)
 	$(VENV_PYTHON) -m tests.models.every_family $(MODEL_TYPES)
 	$(if $(MODEL_TYPES),,$(VENV_PYTHON) -m tests.models.multimodal)
 	$(VENV_PYTHON) -m tests.models.kinds_of_run $(FAMILIES)
+	$(VENV_PYTHON) -m tests.models.kinds_of_fields $(FAMILIES)
 
 lint: $(LINT_STAMP)
 	$(VENV_PYTHON) -m ruff check .

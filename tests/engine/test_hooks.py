@@ -14,7 +14,7 @@ import torch
 
 from tests.engine.harness import engine, greedy, random_prompts
 from tests.models.families import SLICE
-from tests.models.oracle import relative_error
+from tests.models.oracle import ModuleOracle, place_of, relative_error
 from vllm import AsyncEngineArgs, AsyncLLM
 from vllm.entrypoints.cli.main import main
 from vllm.hidden_states import ExtractRequest, FailedSample, HiddenStatesSample
@@ -33,66 +33,15 @@ NOT_PLAIN_SUMS = {"minimax", "openai_gpt", "gemma4_moe"}
 """Families whose blocks do more than add branches to the stream."""
 
 
-def place_of(name: str) -> tuple[int, str] | None:
-    """The layer's number and what follows it; None: a name in no layer."""
-    found = re.search(r"(?:^|\.)(\d+)\.(.+)$", name)
-    return None if found is None else (int(found[1]), found[2])
-
-
-def first_of(value: Any) -> torch.Tensor:
-    while isinstance(value, tuple | list):
-        value = value[0]
-    tensor: torch.Tensor = value
-    return tensor
-
-
-class Oracle:
-    """A checkpoint in plain transformers."""
-
-    def __init__(self, folder: Path) -> None:
-        import transformers
-
-        config = transformers.AutoConfig.from_pretrained(folder)
-        model_class = getattr(transformers, config.architectures[0])
-        options = {"dtype": torch.float32, "attn_implementation": "eager"}
-        self.model = model_class.from_pretrained(folder, **options).eval()
-        self.modules = {
-            place: module
-            for name, module in self.model.named_modules()
-            if (place := place_of(name)) and not re.search("vision|visual|audio", name)
-        }
-
-    @torch.no_grad()
-    def run(
-        self, token_ids: list[int], places: Iterable[tuple[int, str]]
-    ) -> dict[tuple[int, str], tuple[torch.Tensor | None, torch.Tensor]]:
-        """Input and output of modules, [tokens, width]."""
-        seen: dict[tuple[int, str], tuple[torch.Tensor | None, torch.Tensor]] = {}
-
-        def keep(place: tuple[int, str], args: Any, output: Any) -> None:
-            read = args[0].flatten(0, -2).clone() if args else None
-            value = first_of(output)
-            seen[place] = (read, value.reshape(-1, value.shape[-1]).clone())
-
-        handles = [
-            self.modules[place].register_forward_hook(
-                lambda _, args, output, place=place: keep(place, args, output)
-            )
-            for place in places
-        ]
-        self.model(input_ids=torch.tensor([token_ids]), use_cache=False)
-        for handle in handles:
-            handle.remove()
-        return seen
-
-
 def points_of(llm: Any) -> list[Any]:
     runner = llm.llm_engine.engine_core.executor.worker.model_runner
     points: list[Any] = runner.hook_points.points
     return points
 
 
-def compare(samples: Sequence[HiddenStatesSample], oracle: Oracle, names: Iterable[str]) -> None:
+def compare(
+    samples: Sequence[HiddenStatesSample], oracle: ModuleOracle, names: Iterable[str]
+) -> None:
     """Activations by the path of a module are what the module returns in transformers."""
     for prompt, sample in zip(PROMPTS, samples, strict=True):
         places = {name: place_of(name) for name in names}
@@ -106,7 +55,7 @@ def compare(samples: Sequence[HiddenStatesSample], oracle: Oracle, names: Iterab
 def test_values_are_those_of_transformers_modules(family: str, checkpoint: Checkpoint) -> None:
     """All points with a path, several prompts at once, in chunks; the others by what they mean."""
     folder = checkpoint(family)
-    oracle = Oracle(folder)
+    oracle = ModuleOracle(folder)
     with engine(folder, max_num_batched_tokens=32) as llm:
         points = points_of(llm)
         firsts = [point.names[0] for point in points]
@@ -143,7 +92,7 @@ def check_meanings(family: str, values: Mapping[str, torch.Tensor]) -> None:
             assert relative_error(values[middle] + added, after) <= 1e-4, middle
 
 
-def check_heads(samples: list[HiddenStatesSample], oracle: Oracle, names: list[str]) -> None:
+def check_heads(samples: list[HiddenStatesSample], oracle: ModuleOracle, names: list[str]) -> None:
     """``hook_z`` is what the output projection reads: a module whose input is as wide."""
     for name in names:
         layer = int(name.split(".")[1])
@@ -165,7 +114,7 @@ def check_heads(samples: list[HiddenStatesSample], oracle: Oracle, names: list[s
 def test_of_modules_of_transformers(family: str, checkpoint: Checkpoint) -> None:
     """One request after another, all as one sequence, and with nothing cached."""
     folder = checkpoint(family)
-    oracle = Oracle(folder)
+    oracle = ModuleOracle(folder)
     with engine(folder, model_impl="transformers", max_num_batched_tokens=32) as llm:
         paths = [p for point in points_of(llm) for p in point.names if p[:7] != "blocks."]
         assert len(paths) > 8 and not any(".experts." in path for path in paths)

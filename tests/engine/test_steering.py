@@ -13,7 +13,7 @@ import torch
 
 from tests.engine.harness import engine, greedy, random_prompts
 from tests.models.families import SLICE
-from tests.models.oracle import relative_error
+from tests.models.oracle import relative_error, steered_run
 from vllm import AsyncEngineArgs, AsyncLLM, SamplingParams, SteeringVector
 from vllm.hidden_states import ExtractRequest, FailedSample
 
@@ -25,63 +25,6 @@ WIDTH = 72
 def vectors(layers: Sequence[int], width: int = WIDTH, **options: Any) -> SteeringVector:
     drawn = torch.randn(len(layers), width, generator=torch.Generator().manual_seed(sum(layers)))
     return SteeringVector(drawn, list(layers), **options)
-
-
-@torch.no_grad()
-def expected(
-    folder: Path, token_ids: list[int], steering: Sequence[SteeringVector], num_prompt_tokens: int
-) -> list[torch.Tensor]:
-    """Streams of plain transformers whose layers get what is added; the last leaves the layers."""
-    import transformers
-
-    config = transformers.AutoConfig.from_pretrained(folder)
-    model_class = getattr(transformers, config.architectures[0])
-    options = {"dtype": torch.float32, "attn_implementation": "eager"}
-    model = model_class.from_pretrained(folder, **options).eval()
-    decoder = model.get_decoder()
-    decoder = getattr(decoder, "language_model", decoder)
-    decoder = getattr(decoder, "model", decoder)
-    layers = next(getattr(decoder, n) for n in ("layers", "h", "blocks") if hasattr(decoder, n))
-    streams: list[torch.Tensor] = []
-
-    def add(layer_id: int, stream: torch.Tensor) -> torch.Tensor:
-        stream = stream.clone()
-        for one in steering:
-            for own, vector in zip(one.layers, one.vectors, strict=True):  # type: ignore[arg-type]
-                if own != layer_id:
-                    continue
-                where = torch.arange(stream.shape[1])
-                if one.positions == "prompt":
-                    where = where[where < num_prompt_tokens]
-                elif one.positions == "generated":
-                    where = where[where >= num_prompt_tokens]
-                elif one.positions != "all":
-                    where = where[torch.isin(where, torch.tensor(list(one.positions)))]
-                added = one.scale * vector
-                if one.norm_match:
-                    norms = stream[:, where].norm(dim=-1, keepdim=True)
-                    added = one.scale * norms * vector / vector.norm()
-                stream[:, where] += added
-        streams.append(stream[0].clone())
-        return stream
-
-    def before(layer_id: int) -> Any:
-        def hook(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            if args:
-                return (add(layer_id, args[0]), *args[1:]), kwargs
-            return args, {**kwargs, "hidden_states": add(layer_id, kwargs["hidden_states"])}
-
-        return hook
-
-    def after(_: Any, args: tuple[Any, ...], output: Any) -> Any:
-        stream = add(len(layers), output if torch.is_tensor(output) else output[0])
-        return stream if torch.is_tensor(output) else (stream, *output[1:])
-
-    for index, layer in enumerate(layers):
-        layer.register_forward_pre_hook(before(index), with_kwargs=True)
-    layers[-1].register_forward_hook(after)
-    logits = model(input_ids=torch.tensor([token_ids]), use_cache=False).logits[0]
-    return [*streams, logits]
 
 
 @pytest.mark.parametrize("family", SLICE)
@@ -107,7 +50,7 @@ def test_rows_are_those_of_steered_transformers(family: str, checkpoint: Checkpo
     ):
         assert torch.equal(beside.hidden_states, other.hidden_states)
         token_ids = prompt["prompt_token_ids"]
-        streams = expected(folder, token_ids, steering, len(token_ids))
+        streams = steered_run(folder, token_ids, steering, len(token_ids))
         for layer in layers:
             rows = steered.hidden_states[:, layer]
             assert relative_error(rows, streams[layer]) <= 1e-4, layer
@@ -131,7 +74,7 @@ def test_generated_text(impl: str, checkpoint: Checkpoint) -> None:
                 count = len(prompt["prompt_token_ids"])
                 text = [*prompt["prompt_token_ids"], *output.outputs[0].token_ids]
                 assert sample.token_ids.tolist() == text
-                *streams, logits = expected(folder, text, steering, count)
+                *streams, logits = steered_run(folder, text, steering, count)
                 best = logits[count - 1 : -1].argmax(-1).tolist()
                 assert best == list(output.outputs[0].token_ids)
                 assert relative_error(sample.hidden_states[:, 1], streams[3]) <= 1e-4

@@ -15,7 +15,7 @@ import logging
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import redirect_stdout
 from functools import cached_property
 from io import StringIO
@@ -49,6 +49,7 @@ class Family:
     """One family: its checkpoint, what transformers makes of it, and what was seen of it."""
 
     def __init__(self, name: str, folder: Path) -> None:
+        self.name = name
         self.checkpoint = make_checkpoint(folder / "checkpoint", name)
         self.folder = folder
         prompts = [p["prompt_token_ids"] for p in random_prompts(3, LENGTHS)]
@@ -231,10 +232,15 @@ KINDS: dict[str, Callable[[Family], None]] = {
 }
 
 
-def problems_of(name: str, folder: Path) -> dict[str, str]:
+def problems_of(
+    name: str,
+    folder: Path,
+    kinds: Mapping[str, Callable[[Any], None]] | None = None,
+    look_at: Callable[[Family], Any] = lambda family: family,
+) -> dict[str, str]:
     """Kind of run -> what is wrong with it, of those where something is."""
-    family, problems = Family(name, folder), {}
-    for kind, run in KINDS.items():
+    family, problems = look_at(Family(name, folder)), {}
+    for kind, run in (KINDS if kinds is None else kinds).items():
         try:
             run(family)
         except Exception as error:  # whatever it is, it is told, and the next kind runs
@@ -242,24 +248,27 @@ def problems_of(name: str, folder: Path) -> dict[str, str]:
     return problems
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def main(
+    kinds: Mapping[str, Callable[[Any], None]] = KINDS,
+    look_at: Callable[[Family], Any] = lambda family: family,
+) -> None:
+    parser = argparse.ArgumentParser(description=sys.modules["__main__"].__doc__)
     parser.add_argument("families", nargs="*", help="keys of FAMILIES; all without")
     logging.disable(logging.WARNING)
     found: dict[str, dict[str, str]] = {}
-    widths = [len(kind) for kind in KINDS]
-    print(f"{'family':20} {' '.join(KINDS)}  seconds", flush=True)
+    widths = [len(kind) for kind in kinds]
+    print(f"{'family':20} {' '.join(kinds)}  seconds", flush=True)
     for name in parser.parse_args().families or FAMILIES:
         start = time.perf_counter()
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-            found[name] = problems_of(name, Path(folder))
-        cells = ("WRONG" if kind in found[name] else "whole" for kind in KINDS)
+            found[name] = problems_of(name, Path(folder), kinds, look_at)
+        cells = ("WRONG" if kind in found[name] else "whole" for kind in kinds)
         row = " ".join(f"{cell:{width}}" for cell, width in zip(cells, widths, strict=True))
         print(f"{name:20} {row}  {time.perf_counter() - start:.0f}", flush=True)
         for kind, problem in found[name].items():
             print(f"    {kind}: {problem}", flush=True)
     wrong = [name for name, problems in found.items() if problems]
-    print(f"{len(found)} families in {len(KINDS)} kinds of run, {len(wrong)} with a fault")
+    print(f"{len(found)} families in {len(kinds)} kinds of run, {len(wrong)} with a fault")
     sys.exit(bool(wrong))
 
 
