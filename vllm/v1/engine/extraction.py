@@ -6,6 +6,7 @@ consumer, and the engine stands still when it has nothing left to do.
 
 from __future__ import annotations
 
+import dataclasses
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -238,9 +239,14 @@ class ExtractionFeed:
         return self.prepare(request_id, prompt)
 
     def prepare(self, request_id: str, prompt: Any) -> Prepared:
-        """Do what :meth:`prepare_next` does, for a prompt that came in another way."""
+        """Do what :meth:`prepare_next` does, for a prompt that came in another way.
+
+        A sample that exists already may take the place of a prompt.
+        """
         index = self._num_read
         self._num_read += 1
+        if isinstance(prompt, HiddenStatesSample):
+            return Prepared(dataclasses.replace(prompt, index=index))
         try:
             return self._prepare(index, request_id, prompt)
         except ValueError as error:

@@ -1,0 +1,268 @@
+"""``ExtractingDataset``: samples for a trainer while an engine extracts them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from tests.engine.harness import engine, greedy, random_prompts
+from vllm import AsyncEngineArgs, SamplingParams
+from vllm.hidden_states import ExtractRequest, HiddenStatesError, HiddenStatesSample, pad_samples
+from vllm.training import ExtractingDataset
+from vllm.training.background_engine import SampleQueue
+from vllm.v1.engine.exceptions import EngineDeadError
+
+Checkpoint = Callable[..., Path]
+LENGTHS = [5, 33, 17, 1, 60, 8, 21]
+PROMPTS = random_prompts(11, LENGTHS)
+LAYERS: list[Any] = [2, "norm"]
+
+
+@pytest.fixture(scope="module")
+def arguments(checkpoint: Checkpoint) -> AsyncEngineArgs:
+    return AsyncEngineArgs(
+        str(checkpoint("qwen3_5")), max_model_len=128, kv_cache_memory_bytes=2**24
+    )
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint: Checkpoint) -> list[HiddenStatesSample]:
+    with engine(checkpoint("qwen3_5")) as llm:
+        return list(llm.extract(PROMPTS, LAYERS))
+
+
+@pytest.fixture(scope="module")
+def dataset(arguments: AsyncEngineArgs) -> Iterator[ExtractingDataset]:
+    """One engine for the tests that only read."""
+    with ExtractingDataset(arguments, PROMPTS, LAYERS, shuffle=True, seed=3) as dataset:
+        yield dataset
+
+
+def indices(samples: Any) -> list[int]:
+    return [sample.index for sample in samples]
+
+
+def assert_same(samples: list[HiddenStatesSample], expected: list[HiddenStatesSample]) -> None:
+    for sample in samples:
+        other = expected[sample.index]
+        assert torch.equal(sample.hidden_states, other.hidden_states)
+        assert torch.equal(sample.token_ids, other.token_ids)
+        assert torch.equal(sample.positions, other.positions)
+        assert sample.layer_ids == other.layer_ids
+
+
+def test_epochs_have_all_samples_in_other_orders(
+    dataset: ExtractingDataset, expected: list[HiddenStatesSample]
+) -> None:
+    dataset.set_epoch(0)
+    assert len(dataset) == len(PROMPTS)
+    epochs = [list(dataset) for _ in range(3)]
+    for samples in epochs:
+        assert sorted(indices(samples)) == list(range(len(PROMPTS)))
+        assert_same(samples, expected)
+    orders = [indices(samples) for samples in epochs]
+    assert len({tuple(order) for order in orders}) == 3
+    dataset.set_epoch(1)
+    assert indices(dataset) == orders[1]
+
+
+def test_an_iteration_that_is_left_begins_anew(dataset: ExtractingDataset) -> None:
+    dataset.set_epoch(5)
+    whole = indices(dataset)
+    for _ in range(2):
+        dataset.set_epoch(5)
+        items = iter(dataset)
+        assert [next(items).index for _ in range(2)] == whole[:2]
+        with pytest.raises(RuntimeError, match="another iteration is under way"):
+            iter(dataset)
+        items.close()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_it_goes_on_after_the_last_batch(dataset: ExtractingDataset, batch_size: int) -> None:
+    """A DataLoader that read some batches, then another one with its state; set_epoch between."""
+    dataset.set_epoch(8)
+    whole, after = indices(dataset), indices(dataset)
+    dataset.set_epoch(8)
+    batches = iter(DataLoader(dataset, batch_size, collate_fn=pad_samples))
+    read = [index for _ in range(2) for index in next(batches).samples.tolist()]
+    state = dataset.state_dict()
+    del batches
+    assert read == whole[: 2 * batch_size]
+    dataset.load_state_dict(state)
+    dataset.set_epoch(8)
+    assert indices(dataset) == whole[2 * batch_size :]
+    assert indices(dataset) == after
+    assert dataset.state_dict()["epoch"] == 10
+    with pytest.raises(ValueError, match="state_dict: seed was 4, and is 3 now"):
+        dataset.load_state_dict({**state, "seed": 4})
+
+
+def test_ranks_share_the_samples(arguments: AsyncEngineArgs) -> None:
+    """Each sample goes to one rank; those beyond the last whole round to none."""
+    orders = []
+    for rank in range(3):
+        part = ExtractingDataset(arguments, PROMPTS, LAYERS, shuffle=True, rank=rank, world_size=3)
+        assert len(part) == 2
+        orders.append(part._order())
+    assert all(len(order) == 2 for order in orders)
+    assert len({index for order in orders for index in order}) == 6
+    for arguments_of_rank in ({"world_size": 2}, {"rank": 2, "world_size": 2}, {"rank": 1}):
+        with pytest.raises(ValueError, match=r"rank=.*has to be from 0 to"):
+            ExtractingDataset(arguments, PROMPTS, **arguments_of_rank)
+
+
+def test_ranks_of_torch_are_noticed(
+    arguments: AsyncEngineArgs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    with pytest.raises(ValueError, match=r"torch.distributed has 2 ranks; pass"):
+        ExtractingDataset(arguments, PROMPTS)
+    assert len(ExtractingDataset(arguments, PROMPTS, world_size=1)) == len(PROMPTS)
+
+
+def test_all_options_reach_the_engine(arguments: AsyncEngineArgs, checkpoint: Checkpoint) -> None:
+    """Requests with options of their own, columns, and a transform."""
+    options: dict[str, Any] = {
+        "layers": 1,
+        "positions": "every:2",
+        "dtype": "float16",
+        "hooks": ["blocks.1.hook_out"],
+        "top_logprobs": 3,
+    }
+    requests = [*PROMPTS[:2], ExtractRequest(PROMPTS[2], layers=[0], mask=[1, 0] * 8 + [1])]
+    with engine(checkpoint("qwen3_5")) as llm:
+        expected = list(llm.extract(requests, **options))
+    columns = {"label": ["a", "b", "c"]}
+
+    def transform(sample: HiddenStatesSample) -> tuple[HiddenStatesSample, int]:
+        return sample, len(sample.token_ids)
+
+    with ExtractingDataset(
+        arguments, requests, columns=columns, transform=transform, **options
+    ) as dataset:
+        samples = list(dataset)
+    for (sample, length), other in zip(samples, expected, strict=True):
+        assert length == len(other.token_ids)
+        assert sample.columns == {"label": "abc"[sample.index]}
+        assert sample.tensors.keys() == other.tensors.keys()
+        for name, tensor in other.tensors.items():
+            assert torch.equal(sample.tensors[name].nan_to_num(9), tensor.nan_to_num(9))
+
+
+def test_generated_tokens(arguments: AsyncEngineArgs) -> None:
+    with ExtractingDataset(arguments, PROMPTS, LAYERS, sampling_params=greedy(4)) as dataset:
+        samples = list(dataset)
+    assert [len(sample.token_ids) for sample in samples] == [length + 4 for length in LENGTHS]
+    with pytest.raises(ValueError, match="sampling_params: n=2"):
+        ExtractingDataset(arguments, PROMPTS, sampling_params=SamplingParams(n=2))
+
+
+def test_failures(arguments: AsyncEngineArgs) -> None:
+    """A sample that cannot be extracted ends the iteration, or is left out; others are whole."""
+    prompts = [PROMPTS[0], {"prompt_token_ids": [1] * 400}, PROMPTS[1]]
+    with ExtractingDataset(arguments, prompts, LAYERS) as dataset:
+        items = iter(dataset)
+        assert next(items).index == 0
+        with pytest.raises(HiddenStatesError, match=r"prompt 1: .*400"):
+            next(items)
+        dataset._skips = True
+        assert indices(dataset) == [0, 2]
+        assert dataset.num_skipped == 1
+        dataset.load_state_dict({**dataset.state_dict(), "epoch": 0, "num_read": 2})
+        assert indices(dataset) == [2]
+
+
+def test_the_end_of_the_engine_is_an_error(arguments: AsyncEngineArgs) -> None:
+    """It is raised where the trainer waits; the next iteration starts another engine."""
+    prompts = random_prompts(5, [60] * 400)
+    with ExtractingDataset(arguments, prompts, LAYERS, prefetch_bytes=1) as dataset:
+        items = iter(dataset)
+        next(items)
+        assert dataset._engine is not None
+        os.kill(dataset._engine.llm.core_pid, signal.SIGKILL)
+        with pytest.raises(EngineDeadError):
+            list(items)
+        dataset.set_epoch(1)
+        assert len(list(dataset)) == len(prompts)
+
+
+def test_close_from_another_thread_ends_a_trainer_that_waits(arguments: AsyncEngineArgs) -> None:
+    prompts = random_prompts(5, [100] * 3000)
+    dataset = ExtractingDataset(arguments, prompts, LAYERS)
+    items = iter(dataset)
+    next(items)
+    timer = threading.Timer(0.3, dataset.close)
+    timer.start()
+    with pytest.raises(EngineDeadError):
+        list(items)
+    timer.join()
+    assert threading.active_count() < 20
+
+
+def test_a_slow_trainer_does_not_wait(
+    arguments: AsyncEngineArgs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine runs ahead as far as it may, and no further."""
+    prompts = random_prompts(5, [64] * 60)
+    sample_bytes = 64 * len(LAYERS) * 72 * 4
+    waiting: list[SampleQueue] = []
+    make = SampleQueue.__init__
+
+    def noted(queue: SampleQueue, most_bytes: int) -> None:
+        waiting.append(queue)
+        make(queue, most_bytes)
+
+    monkeypatch.setattr(SampleQueue, "__init__", noted)
+    most = 8 * sample_bytes + 5
+    with ExtractingDataset(arguments, prompts, LAYERS, prefetch_bytes=most) as dataset:
+        items = iter(dataset)
+        next(items)
+        while len(waiting[0]._items) < 8:
+            time.sleep(0.02)
+        time.sleep(0.3)
+        assert len(waiting[0]._items) == 8
+        before = dataset.waited_seconds
+        for _ in range(8):
+            next(items)
+        assert dataset.waited_seconds - before < 0.02
+        items.close()  # type: ignore[attr-defined]
+
+
+def test_workers_of_a_loader_are_refused(arguments: AsyncEngineArgs) -> None:
+    dataset = ExtractingDataset(arguments, PROMPTS, LAYERS)
+    with pytest.raises(RuntimeError, match="use num_workers=0"):
+        list(DataLoader(dataset, num_workers=1, collate_fn=pad_samples))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"prefetch_bytes": 0}, "prefetch_bytes=0"),
+        ({"cache_bytes": 1.5}, "cache_bytes=1.5"),
+        ({"on_error": "yield"}, "on_error='yield'"),
+        ({"columns": {"a": [1]}}, r"columns\['a'\]: 1 values for 7 prompts"),
+        ({"top_logprobs": -1}, "top_logprobs"),
+        ({"cache": "x", "sampling_params": greedy(2)}, "cache: not together"),
+    ],
+)
+def test_bad_arguments(arguments: AsyncEngineArgs, options: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ExtractingDataset(arguments, PROMPTS, **options)
+
+
+def test_a_checkpoint_that_is_missing() -> None:
+    dataset = ExtractingDataset("/there/is/none", PROMPTS)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="/there/is/none"):
+            list(dataset)

@@ -1,0 +1,276 @@
+"""A torch dataset whose samples an engine extracts while a trainer reads them."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch.utils.data import IterableDataset, get_worker_info
+
+from vllm.config.identity import value_identity
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.hidden_states.sample import FailedSample, HiddenStatesError, HiddenStatesSample
+from vllm.logger import init_logger
+from vllm.ops.sources import kernels_of
+from vllm.training.background_engine import BackgroundEngine, Item
+from vllm.training.order import epoch_order
+from vllm.training.sample_cache import SampleCache, digest_of
+from vllm.v1.engine.extraction import ExtractionSettings
+
+if TYPE_CHECKING:
+    from vllm.hidden_states.layer_ids import Layers
+    from vllm.hidden_states.names import Pooling
+    from vllm.sampling_params import SamplingParams
+    from vllm.steering import SteeringVector
+
+logger = init_logger(__name__)
+
+_STATE_KEYS = ("num_prompts", "shuffle", "seed", "rank", "world_size")
+
+
+class ExtractingDataset(IterableDataset[Any]):
+    """Yields a :class:`HiddenStatesSample` for each prompt, extracted in another process.
+
+    The engine starts with the first iteration and stays until :meth:`close`, or the end of the
+    ``with`` block. It runs ahead of the trainer by ``prefetch_bytes``. Each iteration is an epoch
+    over all prompts; ``sample.index`` is the number of the prompt. A DataLoader has to read it
+    with ``num_workers=0``.
+
+    Args:
+        model: a checkpoint, or an ``AsyncEngineArgs`` with further options of the engine.
+        prompts: a sequence of anything that :meth:`vllm.LLM.extract` takes: texts, token ids,
+            conversations, or :class:`ExtractRequest` with options of their own.
+        layers, positions, dtype, pooling, add_special_tokens, top_logprobs, logprob_temperature,
+            sampling_params, hooks, mask, steering: as for :meth:`vllm.LLM.extract`.
+        columns: values to attach to the samples, one for each prompt, such as labels.
+        transform: is called with each sample, on the engine's side; its results are yielded.
+        shuffle: True for another order in each epoch, which ``seed`` and the epoch's number decide.
+        rank, world_size: the part of the samples that this process gets. Each rank has an engine,
+            and all get the same number: of the epoch's order, up to ``world_size - 1`` samples at
+            the end are left out. Needed if torch.distributed runs with several ranks.
+        prefetch_bytes: most bytes of samples that wait for the trainer.
+        cache: a folder in which samples are stored, so that later epochs and later runs read them.
+        cache_bytes: most bytes of the folder; samples that do not fit are computed in each epoch.
+        on_error: ``"raise"``, or ``"skip"`` to go on with the next sample; the log has the reason.
+
+    ValueError: an argument cannot be used.
+    """
+
+    num_skipped: int
+    """Samples that failed and were left out."""
+    waited_seconds: float
+    """Time that the trainer waited for samples, not counting the first of each iteration."""
+
+    def __init__(
+        self,
+        model: str | AsyncEngineArgs,
+        prompts: Sequence[Any],
+        layers: Layers | None = None,
+        positions: str | Sequence[int] = "all",
+        dtype: str | torch.dtype | None = None,
+        *,
+        pooling: Pooling = "none",
+        add_special_tokens: bool = True,
+        top_logprobs: int = 0,
+        logprob_temperature: float = 1.0,
+        sampling_params: SamplingParams | None = None,
+        hooks: Sequence[str] | str | None = None,
+        mask: str | None = None,
+        steering: SteeringVector | Sequence[SteeringVector] | None = None,
+        columns: Mapping[str, Sequence[Any]] | None = None,
+        transform: Callable[[HiddenStatesSample], Any] | None = None,
+        shuffle: bool = False,
+        seed: int = 0,
+        rank: int | None = None,
+        world_size: int | None = None,
+        prefetch_bytes: int = 1 << 30,
+        cache: str | None = None,
+        cache_bytes: int = 64 << 30,
+        on_error: Literal["raise", "skip"] = "raise",
+    ) -> None:
+        super().__init__()
+        self._engine_args = AsyncEngineArgs(model=model) if isinstance(model, str) else model
+        self._prompts = prompts
+        self._settings = ExtractionSettings(
+            *(layers, positions, dtype, True, "yield", None, pooling, add_special_tokens),
+            *(top_logprobs, logprob_temperature, sampling_params, hooks, mask, steering),
+        )
+        self._columns = _checked_columns(columns or {}, len(prompts))
+        self._transform = transform
+        self._shuffle, self._seed = shuffle, seed
+        self._rank, self._world_size = _checked_rank(rank, world_size)
+        if on_error not in ("raise", "skip"):
+            raise ValueError(f'on_error={on_error!r}: use "raise" or "skip"')
+        for name, value in (("prefetch_bytes", prefetch_bytes), ("cache_bytes", cache_bytes)):
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name}={value!r}: has to be a whole number of at least 1")
+        if sampling_params is not None and sampling_params.n != 1:
+            raise ValueError(f"sampling_params: n={sampling_params.n}, but n has to be 1 here")
+        if cache is not None and sampling_params is not None:
+            raise ValueError("cache: not together with sampling_params; each epoch generates anew")
+        self._prefetch_bytes = prefetch_bytes
+        self._cache_folder, self._cache_bytes = cache, cache_bytes
+        self._skips = on_error == "skip"
+        self._epoch = 0
+        self._start = 0  # place in the epoch's order with which the next iteration begins
+        self._num_read = 0  # places of the epoch's order that were read
+        self._is_under_way = False
+        self._engine: BackgroundEngine | None = None
+        self._cache: SampleCache | None = None
+        self.num_skipped = 0
+        self.waited_seconds = 0.0
+
+    def __len__(self) -> int:
+        """The number of samples of an epoch of this rank; fewer are yielded if some fail."""
+        return len(self._prompts) // self._world_size
+
+    def __enter__(self) -> ExtractingDataset:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the engine. The next iteration starts another one."""
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            engine.close()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch, counted from 0, whose order the next iteration has."""
+        if epoch != self._epoch:
+            self._epoch, self._num_read, self._start = epoch, 0, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the place of the last sample that was yielded, for :meth:`load_state_dict`."""
+        return {"epoch": self._epoch, "num_read": self._num_read, **self._own_state()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Let the next iteration go on after the last sample of another run.
+
+        ValueError: that run had other samples, or another order.
+        """
+        own = self._own_state()
+        for key in _STATE_KEYS:
+            if state.get(key) != own[key]:
+                raise ValueError(
+                    f"state_dict: {key} was {state.get(key)!r}, and is {own[key]!r} now"
+                )
+        self._epoch, self._start = int(state["epoch"]), int(state["num_read"])
+        self._num_read = self._start
+
+    def _own_state(self) -> dict[str, Any]:
+        values = (len(self._prompts), self._shuffle, self._seed, self._rank, self._world_size)
+        return dict(zip(_STATE_KEYS, values, strict=True))
+
+    def __iter__(self) -> Iterator[Any]:
+        if get_worker_info() is not None:
+            raise RuntimeError(
+                "DataLoader(num_workers=...): ExtractingDataset reads ahead by itself, and each "
+                "worker would start an engine; use num_workers=0"
+            )
+        if self._is_under_way:
+            raise RuntimeError("ExtractingDataset: another iteration is under way; end it first")
+        return self._iterate()
+
+    def _iterate(self) -> Iterator[Any]:
+        self._is_under_way = True
+        self._num_read, self._start = self._start, 0
+        order = self._order()[self._num_read :]
+        try:
+            if self._engine is not None and self._engine.llm.errored:
+                self.close()
+            if self._engine is None:
+                self._engine = BackgroundEngine(self._engine_args)
+            items = self._engine.iterate(
+                lambda: self._samples(order), self._prefetch_bytes, self._add_wait
+            )
+            for item in items:
+                self._num_read += 1
+                if not isinstance(item, FailedSample):
+                    yield item if self._transform is None else self._transform(item)
+                elif self._skips:
+                    self.num_skipped += 1
+                    logger.warning("prompt %d is skipped: %s", item.index, item.reason)
+                else:
+                    raise HiddenStatesError(item.index, item.failure)
+            self._epoch, self._num_read = self._epoch + 1, 0
+        finally:
+            self._is_under_way = False
+
+    def _add_wait(self, seconds: float) -> None:
+        self.waited_seconds += seconds
+
+    def _order(self) -> list[int]:
+        """Return the numbers of this rank's prompts in the order of the epoch."""
+        count = len(self._prompts)
+        order: Sequence[int] = range(count)
+        if self._shuffle:
+            order = epoch_order(count, self._seed, self._epoch)
+        even = count - count % self._world_size
+        return list(order[self._rank : even : self._world_size])
+
+    async def _samples(self, order: Sequence[int]) -> AsyncGenerator[Item, None]:
+        """Yield the samples of these prompts, from the cache or the engine."""
+        assert self._engine is not None
+        cache = await asyncio.to_thread(self._open_cache, self._engine)
+        wanted: dict[int, str] = {}  # digests of requests whose samples are not in the cache
+
+        async def requests() -> AsyncGenerator[Any, None]:
+            for index in order:
+                request = self._prompts[index]
+                stored = None
+                if cache is not None:
+                    digest = digest_of(request)
+                    stored = await asyncio.to_thread(cache.read, index, digest)
+                    if stored is None:
+                        wanted[index] = digest
+                yield request if stored is None else stored
+
+        async with aclosing(self._engine.llm.extract_with(requests(), self._settings)) as items:
+            async for item in items:
+                index = order[item.index]
+                item = dataclasses.replace(item, index=index)
+                if isinstance(item, HiddenStatesSample):
+                    if cache is not None and (digest := wanted.pop(index, None)) is not None:
+                        await asyncio.to_thread(cache.write, item, digest)
+                    columns = {name: values[index] for name, values in self._columns.items()}
+                    item = dataclasses.replace(item, columns=columns)
+                yield item
+
+    def _open_cache(self, engine: BackgroundEngine) -> SampleCache | None:
+        if self._cache_folder is None or self._cache is not None:
+            return self._cache
+        config = engine.llm.vllm_config
+        values = value_identity(config, kernels_of(config.device_config.device_type))
+        identity = digest_of((values, dataclasses.astuple(self._settings)))
+        self._cache = SampleCache(self._cache_folder, identity, self._cache_bytes, self._world_size)
+        return self._cache
+
+
+def _checked_columns(columns: Mapping[str, Sequence[Any]], count: int) -> dict[str, Sequence[Any]]:
+    for name, values in columns.items():
+        if len(values) != count:
+            raise ValueError(f"columns[{name!r}]: {len(values)} values for {count} prompts")
+    return dict(columns)
+
+
+def _checked_rank(rank: int | None, world_size: int | None) -> tuple[int, int]:
+    num_ranks = 1
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        num_ranks = torch.distributed.get_world_size()
+    if world_size is None and num_ranks > 1:
+        raise ValueError(
+            f"rank, world_size: torch.distributed has {num_ranks} ranks; pass "
+            "rank=torch.distributed.get_rank() and world_size=torch.distributed.get_world_size(), "
+            "or world_size=1 if only one rank reads (as accelerate does with dispatch_batches)"
+        )
+    world_size = 1 if world_size is None else world_size
+    rank = 0 if rank is None and world_size == 1 else rank
+    if rank is None or not 0 <= rank < world_size:
+        raise ValueError(f"rank={rank}: has to be from 0 to {world_size - 1} (world_size - 1)")
+    return rank, world_size
