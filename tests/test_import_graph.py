@@ -33,6 +33,7 @@ PROBED = {
     "vllm.transformers_utils.config": "configs of transformers",
     "vllm.utils.cpu_utils": "what this system has",
     "vllm.utils.host_memory": "what this system has",
+    "vllm.v1.executor.uniproc_executor": "methods of workers that callers name",
     "vllm.v1.worker.recorded_steps": "what this version of torch has",
 }
 """Modules that ask foreign objects what they have."""

@@ -32,6 +32,8 @@ class ParallelConfig:
     """Spread the experts of a layer over the ranks instead of splitting each expert."""
     distributed_executor_backend: Annotated[str | None, Option(supported=(None, "uni"))] = None
     """Way of starting the workers. Default: "uni", one worker in this process."""
+    worker_extension_cls: str = ""
+    """A class whose methods workers get, as "module.Class", for `collective_rpc`."""
     rank: Annotated[int, Field(ge=0), DERIVED] = 0
     """This process's number among the ``world_size`` ranks of the engine."""
 

@@ -13,6 +13,7 @@ weight knows what lies in the parameter.
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -218,6 +219,12 @@ class Weight:
         parts = (part for table in self._parts or () for part in table)
         return self.parameter.nbytes + sum(part.rows.num_bytes for part in parts)
 
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """All tensors that hold it."""
+        parts = (part.rows.tensors for table in self._parts or () for part in table)
+        return [self.parameter.data, *itertools.chain.from_iterable(parts)]
+
     # ---- it changes
 
     def replace(self, pieces: Iterable[Piece]) -> None:
@@ -326,6 +333,15 @@ def _with_known_readers(model: nn.Module) -> Iterator[Weight]:
     for weight, holders in weights_of(model).items():
         weight.stays_in_rows |= not all(isinstance(module, Layer) for module in holders)
         yield weight
+
+
+def weight_storages(model: nn.Module) -> list[torch.UntypedStorage]:
+    """Return the memory of a model's parameters and weights, each once."""
+    tensors = [parameter.data for parameter in model.parameters()]
+    for weight in weights_of(model):
+        tensors += weight.tensors
+    storages = (tensor.untyped_storage() for tensor in tensors if tensor.numel())
+    return list({storage.data_ptr(): storage for storage in storages}.values())
 
 
 def fix_weights(model: nn.Module, reason: str) -> None:

@@ -27,6 +27,11 @@ class Codes:
     def num_bytes(self) -> int:
         return sum(0 if tensor is None else tensor.nbytes for tensor in self._panels.flat)
 
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """All tensors that hold the codes."""
+        return [tensor for tensor in self._panels.flat if tensor is not None]
+
     def multiply_into(self, x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
         x_scales, is_whole = None, False
         if self._activations is not None:

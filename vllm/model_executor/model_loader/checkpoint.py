@@ -298,6 +298,11 @@ def stored_names(files: Iterable[Path]) -> Iterator[str]:
         yield from _shapes_in(path)
 
 
+def stored_shapes(files: Iterable[Path]) -> dict[str, Sequence[int]]:
+    """Return the shapes of all tensors in all files, by name."""
+    return {name: shape for path in files for name, shape in _shapes_in(path).items()}
+
+
 def is_safetensors(path: Path) -> bool:
     """Tell safetensors files from torch's, which all other files of weights are."""
     return path.suffix == ".safetensors"

@@ -65,6 +65,14 @@ class MayLackHead(Protocol):
 
 
 @runtime_checkable
+class MayKeepWeights(Protocol):
+    """Cannot always replace its weights."""
+
+    why_weights_stay: str | None
+    """The reason why :meth:`load_weights` works once only; None: it always works."""
+
+
+@runtime_checkable
 class SkipsWeights(Protocol):
     """Does not use all tensors of its checkpoints."""
 

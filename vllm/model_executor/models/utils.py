@@ -193,7 +193,8 @@ class AutoWeightsLoader:
     """Loads a checkpoint into a module, strictly.
 
     Every parameter has to be found, every tensor used, every shape right. Otherwise a ValueError
-    names the exceptions as the checkpoint spells them.
+    names the exceptions as the checkpoint spells them. Once the module's weights are finished,
+    parameters may be missing: they keep their values.
 
     stacked, renamed, checkpoint_prefixes: see :class:`CheckpointNames`. convert: applied to every
     tensor. floats_are_transposed: convert undoes this, so codes with outputs first do without it.
@@ -223,6 +224,8 @@ class AutoWeightsLoader:
         self.head_prefix, self.lacks_head = head_prefix, lacks_head
         self.convert, self.floats_are_transposed = convert, floats_are_transposed
         self.targets: dict[str, _Target] = {}
+        held = (find_weight(param) for param in module.parameters())
+        self.is_update = any(weight is not None and weight.is_finished for weight in held)
         for name, param in module.named_parameters():
             for layout, tensors in enumerate(names.layouts(module, name)):
                 for file_name, shard_id in tensors.items():
@@ -248,6 +251,10 @@ class AutoWeightsLoader:
         if not (self.num_packed or self.num_dequantised):  # old packers of GPTQ wrote them
             unexpected += zero_biases
         missing, doubled = self._compare_layouts(loaded)
+        if self.is_update:
+            self.lacks_head = False
+            self._check_complete([], unexpected + doubled)
+            return {self.targets[name].param_name for name in loaded}
         head = {name for name in self.targets if name.startswith(self.head_prefix or "/")}
         self.lacks_head &= bool(head) and head.isdisjoint(loaded)
         missing = [name for name in missing if not (self.lacks_head and name in head)]

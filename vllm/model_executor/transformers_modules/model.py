@@ -50,6 +50,9 @@ class TransformersForCausalLM(nn.Module):
 
     supports_row_capture: ClassVar[Literal[True]] = True
     knows_reference: ClassVar[Literal[True]] = True
+    why_weights_stay: str | None = (
+        "transformers loaded them when it made its module; make a new engine"
+    )
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()

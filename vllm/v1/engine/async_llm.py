@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import pickle
 import sys
 import threading
 from collections.abc import (
     AsyncGenerator,
     AsyncIterable,
     AsyncIterator,
+    Awaitable,
     Callable,
     Iterable,
     Mapping,
     Sequence,
 )
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
 from functools import partial
 from itertools import count
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack, get_args
 
 from vllm.distributed.kv_events import events_from_message
 from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (
     cleanup_hidden_states,
 )
-from vllm.exceptions import Failure
+from vllm.exceptions import Failure, FailureKind
 from vllm.hidden_states.layer_ids import Layers
 from vllm.hidden_states.names import Pooling
 from vllm.hidden_states.sample import FailedSample, HiddenStatesSample
@@ -43,11 +46,14 @@ from vllm.v1.engine.core_client import AsyncCoreClient, CoreHandle
 from vllm.v1.engine.core_messages import (
     AbortRequests,
     AddRequest,
+    CallAnswer,
+    CallWorkers,
     CoreReport,
     CoreStarted,
     EngineStats,
     FinishRequests,
     ResetPrefixCache,
+    WorkerCall,
 )
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.extraction import (
@@ -65,14 +71,18 @@ from vllm.v1.engine.pooling import (
     PromptOptions,
 )
 from vllm.v1.engine.renderer_threads import RendererThreads
+from vllm.v1.engine.worker_calls import PauseMode, Weights, call_with_model
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
     from vllm.config import VllmConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
 
 logger = init_logger(__name__)
+
+_PAUSE_POLL_SECONDS = 0.002
 
 
 class UndeliveredFiles:
@@ -177,6 +187,13 @@ class AsyncLLM(EngineFrontEnd):
         self._death: str | None = None
         self._background: set[asyncio.Task[None]] = set()
         self._extraction_numbers = count()
+        self._pausing = asyncio.Lock()
+        self._may_begin = asyncio.Event()
+        """Set unless the engine is paused."""
+        self._may_begin.set()
+        self._calls: dict[int, asyncio.Future[list[Any]]] = {}
+        """Calls of the workers without an answer."""
+        self._call_numbers = count()
 
     @classmethod
     def from_engine_args(cls, engine_args: AsyncEngineArgs) -> AsyncLLM:
@@ -240,6 +257,10 @@ class AsyncLLM(EngineFrontEnd):
         self.renderer.shutdown()
 
     def _end_streams(self, reason: str) -> None:
+        self._may_begin.set()
+        for future in self._calls.values():
+            if not future.done():
+                future.set_exception(EngineDeadError(reason))
         for stream in self._streams.values():
             stream.put(EngineDeadError(reason))
         self._streams.clear()
@@ -463,6 +484,7 @@ class AsyncLLM(EngineFrontEnd):
 
     async def _submit(self, processed: ProcessedInput, stream: RequestStream) -> None:
         self._check_loop()
+        await self._may_begin.wait()
         client = self._client
         if client is None or self._death is not None:
             raise EngineDeadError(self._death or "the engine is not running")
@@ -505,6 +527,91 @@ class AsyncLLM(EngineFrontEnd):
         self._background.add(task)
         task.add_done_callback(self._background.discard)
 
+    async def collective_rpc(
+        self,
+        method: str | Callable[..., Any],
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        """Do what :meth:`vllm.LLM.collective_rpc` does; a function is one of an importable module.
+
+        TimeoutError: there was no answer in ``timeout`` seconds; the call goes on.
+        """
+        await self.start()
+        call = pickle.dumps(WorkerCall(method, args, kwargs or {}))
+        answer = asyncio.get_running_loop().create_future()
+        number = next(self._call_numbers)
+        self._calls[number] = answer
+        try:
+            assert self._client is not None
+            await self._client.send(CallWorkers(number, call))
+            async with asyncio.timeout(timeout):
+                results: list[Any] = await answer
+        finally:
+            del self._calls[number]
+        return results
+
+    async def apply_model(self, func: Callable[[nn.Module], Any]) -> list[Any]:
+        """Do what :meth:`vllm.LLM.apply_model` does, with a function of an importable module."""
+        return await self.collective_rpc(call_with_model, args=(func,))
+
+    @asynccontextmanager
+    async def paused(self, mode: PauseMode = "wait") -> AsyncGenerator[None, None]:
+        """Let no request begin inside the block; those under way are completed, or aborted."""
+        if mode not in get_args(PauseMode):
+            raise ValueError(f"mode={mode!r}: use {', '.join(get_args(PauseMode))}")
+        await self.start()
+        async with self._pausing:
+            self._may_begin.clear()
+            try:
+                for request_id in list(self._streams) if mode == "abort" else ():
+                    await self.abort(request_id)
+                while self.output_processor.get_num_unfinished_requests():
+                    await self.check_health()
+                    await asyncio.sleep(_PAUSE_POLL_SECONDS)
+                yield
+            finally:
+                self._may_begin.set()
+
+    @asynccontextmanager
+    async def weight_update(
+        self, mode: PauseMode = "wait"
+    ) -> AsyncGenerator[Callable[[Weights], Awaitable[list[Any]]], None]:
+        """Do what :meth:`vllm.LLM.weight_update` does; the function that it yields is awaited.
+
+        mode: ``"abort"`` ends requests under way instead of completing them.
+        """
+        async with self.paused(mode):
+            try:
+                yield lambda weights: self.collective_rpc("update_weights", args=(dict(weights),))
+            finally:
+                await self.reset_prefix_cache(reset_connector=True)
+
+    async def update_weights(
+        self, weights: str | os.PathLike[str] | Weights, mode: PauseMode = "wait"
+    ) -> None:
+        """Do what :meth:`vllm.LLM.update_weights` does."""
+        async with self.weight_update(mode) as load:
+            if isinstance(weights, str | os.PathLike):
+                await self.collective_rpc("reload_weights", args=(os.fspath(weights),))
+            else:
+                await load(weights)
+
+    async def sleep(self, level: int = 1, mode: PauseMode = "wait") -> None:
+        """Do what :meth:`vllm.LLM.sleep` does."""
+        async with self.paused(mode):
+            await self.collective_rpc("sleep", args=(level,))
+            await self.reset_prefix_cache()
+
+    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Do what :meth:`vllm.LLM.wake_up` does."""
+        await self.collective_rpc("wake_up", args=(tags,))
+
+    async def is_sleeping(self) -> bool:
+        """Return whether memory is freed."""
+        return any(await self.collective_rpc("is_sleeping"))
+
     async def reset_prefix_cache(self, *, reset_connector: bool = False) -> None:
         """Forget every cached prefix; with ``reset_connector`` also what the KV connector keeps."""
         await self.start()
@@ -519,6 +626,8 @@ class AsyncLLM(EngineFrontEnd):
         self._notify_listeners(report.kv_connector_stats, events)
         for core_id, failure in report.rejected.items():
             self._reject(core_id, failure)
+        for answer in report.answers:
+            self._take_answer(answer)
         for core_output in report.outputs:
             if core_output.kv_transfer_params is not None:
                 self._take_file(core_output)
@@ -552,6 +661,17 @@ class AsyncLLM(EngineFrontEnd):
         stream = self._streams.get(request_id)
         if stream is not None:
             stream.put(ValueError(failure.message))
+
+    def _take_answer(self, answer: CallAnswer) -> None:
+        future = self._calls.get(answer.number)
+        if future is None or future.done():
+            return
+        if answer.failure is None:
+            future.set_result(pickle.loads(answer.results))
+        elif answer.failure.kind is FailureKind.BAD_REQUEST:
+            future.set_exception(ValueError(answer.failure.message))
+        else:
+            future.set_exception(RuntimeError(answer.failure.message))
 
     def _die(self, reason: str) -> None:
         """Take in that the core ended: all streams end with an error."""

@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -38,7 +38,7 @@ from vllm.v1.core.prefix_hash import HASH_TOKENS
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest, ExtractionSpec, FinishReason
-from vllm.v1.engine.core_messages import EngineStats
+from vllm.v1.engine.core_messages import EngineStats, WorkerCall
 from vllm.v1.executor import create_executor
 from vllm.v1.outputs import ModelRunnerOutput, PendingOutput
 from vllm.v1.request import Request
@@ -199,6 +199,8 @@ class EngineCore:
 
         ValueError: the connector cannot serve it, or it can never fit the pool.
         """
+        if (reason := self.executor.not_ready_reason()) is not None:
+            raise ValueError(reason)
         request = Request(message)
         needs_logits = (
             request.max_tokens != 0 or request.sampling_params.prompt_logprobs is not None
@@ -330,6 +332,12 @@ class EngineCore:
     def _fail_step(self, scheduled: SchedulerOutput, error: Exception) -> None:
         logger.error("a step failed; its requests end with an error", exc_info=error)
         self.scheduler.fail_step(scheduled, FinishReason.ERROR, _failure_of(error))
+
+    def collective_rpc(self, call: WorkerCall) -> list[Any]:
+        """Call every worker between two steps; returns their results."""
+        while self._in_flight and not self.scheduler.num_unfinished_requests():
+            self._finish(self._in_flight.popleft())
+        return self.executor.collective_rpc(call)
 
     def stats(self) -> EngineStats:
         return self.scheduler.stats()

@@ -6,8 +6,8 @@ then one :class:`CoreReport` per step.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
@@ -42,11 +42,40 @@ class ResetPrefixCache(msgspec.Struct, tag="reset_prefix_cache"):
     reset_connector: bool = False
 
 
+class WorkerCall(NamedTuple):
+    """A call of every worker, between two steps."""
+
+    method: str | Callable[..., Any]
+    """The name of a method, or a function that gets the worker first."""
+    args: Sequence[Any] = ()
+    kwargs: Mapping[str, Any] = {}
+
+
+class CallWorkers(msgspec.Struct, tag="call"):
+    """Call every worker; a :class:`CallAnswer` of that number follows."""
+
+    number: int
+    call: bytes
+    """A WorkerCall, pickled."""
+
+
 class Shutdown(msgspec.Struct, tag="shutdown"):
     """Complete the files under way and end the process."""
 
 
-CoreCommand = AddRequest | AbortRequests | FinishRequests | ResetPrefixCache | Shutdown
+CoreCommand = (
+    AddRequest | AbortRequests | FinishRequests | ResetPrefixCache | CallWorkers | Shutdown
+)
+
+
+class CallAnswer(msgspec.Struct):
+    """The end of a call of the workers."""
+
+    number: int
+    results: bytes = b""
+    """A list with the result of each worker, pickled."""
+    failure: Failure | None = None
+    """BAD_REQUEST: a worker raised ValueError."""
 
 
 class EngineStats(msgspec.Struct, kw_only=True):
@@ -79,6 +108,7 @@ class CoreReport(msgspec.Struct, kw_only=True):
     outputs: list[EngineCoreOutput] = []
     rejected: dict[str, Failure] = {}
     """Request id -> why the core did not take it."""
+    answers: list[CallAnswer] = []
     stats: EngineStats
     kv_connector_stats: list[dict[str, Any]] = []
     """Stats of the connector in the step: ``data`` of its objects."""

@@ -38,6 +38,8 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.engine.core_messages import (
     AbortRequests,
     AddRequest,
+    CallAnswer,
+    CallWorkers,
     CoreCommand,
     CoreReport,
     CoreStarted,
@@ -74,6 +76,8 @@ class CoreProcess:
         self._reports = reports
         self._encoder = ReportEncoder()
         self._has_warned = False
+        self._answers: list[CallAnswer] = []
+        """Ends of calls of the workers that were not reported yet."""
         self._texts: dict[str, Detokenizer] = {}
         """Texts of requests that a stop string may end and whose output or rows are taken."""
         self._rest_after_seconds: float | None = REST_AFTER_SECONDS
@@ -87,7 +91,7 @@ class CoreProcess:
             if self.core.has_unfinished_requests():
                 result = self.core.step()
                 self._end_at_stop_strings(result.outputs)
-            elif rejected:
+            elif rejected or self._answers:
                 result = EngineCoreOutputs()
             else:
                 continue
@@ -121,12 +125,14 @@ class CoreProcess:
         report = CoreReport(
             outputs=result.outputs,
             rejected=rejected,
+            answers=self._answers,
             stats=self.core.stats(),
             kv_connector_stats=[
                 stats["data"] for stats in self._plain(result.kv_connector_stats) or []
             ],
             kv_cache_events=self._plain(result.kv_cache_events) or [],
         )
+        self._answers = []
         self._reports.send_multipart(self._encoder.encode(report), copy=False)
 
     def _plain(self, value: Any) -> Any:
@@ -170,8 +176,22 @@ class CoreProcess:
                 self.core.finish_requests(command.stops)
             elif isinstance(command, ResetPrefixCache):
                 self.core.reset_prefix_cache(reset_connector=command.reset_connector)
+            elif isinstance(command, CallWorkers):
+                self._answers.append(self._call_workers(command))
             else:
                 return None
+
+    def _call_workers(self, command: CallWorkers) -> CallAnswer:
+        try:
+            results = self.core.collective_rpc(pickle.loads(command.call))
+            return CallAnswer(command.number, pickle.dumps(results))
+        except Exception as error:
+            is_refusal = isinstance(error, ValueError)
+            kind = FailureKind.BAD_REQUEST if is_refusal else FailureKind.STEP_FAILED
+            if not is_refusal:
+                logger.exception("a call of the workers failed")
+            text = str(error) if is_refusal else f"{type(error).__name__}: {error}"
+            return CallAnswer(command.number, failure=Failure(kind, text))
 
 
 def _receive_commands(address: str, context: zmq.Context[Any], process: CoreProcess) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -14,6 +14,7 @@ from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams
 from vllm.utils.interrupts import hold_interrupts
 from vllm.v1.engine.core import EngineCore
+from vllm.v1.engine.core_messages import WorkerCall
 from vllm.v1.engine.front_end import EngineFrontEnd
 from vllm.v1.engine.input_processor import ProcessedInput
 
@@ -117,6 +118,11 @@ class LLMEngine(EngineFrontEnd):
 
     def get_num_unfinished_requests(self) -> int:
         return self.output_processor.get_num_unfinished_requests()
+
+    def collective_rpc(self, call: WorkerCall) -> list[Any]:
+        """Call every worker between two steps; returns their results."""
+        self._check_running()
+        return self.engine_core.collective_rpc(call)
 
     def reset_prefix_cache(self, *, reset_connector: bool = False) -> bool:
         """Forget every cached prefix; see :meth:`vllm.LLM.reset_prefix_cache`."""

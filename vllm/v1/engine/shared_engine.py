@@ -12,9 +12,11 @@ import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from vllm.outputs import RequestOutput
 from vllm.utils.interrupts import allow_interrupts, hold_interrupts
+from vllm.v1.engine.core_messages import WorkerCall
 from vllm.v1.engine.input_processor import ProcessedInput
 from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -40,13 +42,15 @@ class SharedEngine:
         self._calls: dict[str, Call] = {}
         """The call of each request, by the caller's id of the request."""
         self._given_up: deque[list[str]] = deque()
+        self._gate = threading.RLock()
+        """Held while no request may begin."""
 
     def submit(self, call: Call, requests: Sequence[ProcessedInput]) -> list[ValueError | None]:
         """Hand requests to the engine together; returns why each was not taken, or None.
 
         RuntimeError: the engine was shut down.
         """
-        with self._turn():
+        with self._gate, self._turn():
             return [self._submit(call, request) for request in requests]
 
     def _submit(self, call: Call, request: ProcessedInput) -> ValueError | None:
@@ -96,6 +100,26 @@ class SharedEngine:
         """
         self._given_up.append(list(call.pending_ids))
         self._drop_given_up()
+
+    def collective_rpc(self, call: WorkerCall) -> list[Any]:
+        """Call every worker between two steps; returns their results."""
+        with self._turn():
+            return self.engine.collective_rpc(call)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Complete all requests under way, and let none begin inside the block.
+
+        Other threads wait with theirs.
+        """
+        with self._gate:
+            has_requests = True
+            while has_requests:
+                with self._turn():
+                    has_requests = self.engine.has_unfinished_requests()
+                    if has_requests:
+                        self._step()
+            yield
 
     def reset_prefix_cache(self, *, reset_connector: bool = False) -> bool:
         """Forget every cached prefix; see :meth:`vllm.LLM.reset_prefix_cache`."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pkgutil
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.engine.core_messages import WorkerCall
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 from vllm.v1.outputs import PendingOutput
 from vllm.v1.worker.gpu_worker import Worker
@@ -15,11 +17,28 @@ if TYPE_CHECKING:
     from vllm.model_executor.hook_points import HookPoint
 
 
+def _worker_class(vllm_config: VllmConfig) -> type[Worker]:
+    """Return the class of workers, with the methods of ``worker_extension_cls``."""
+    name = vllm_config.parallel_config.worker_extension_cls
+    if not name:
+        return Worker
+    try:
+        extension = pkgutil.resolve_name(name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"worker_extension_cls={name!r} cannot be imported: {error}") from error
+    if not isinstance(extension, type):
+        raise ValueError(f"worker_extension_cls={name!r} is not a class")
+    taken = [one for one in vars(extension) if not one.startswith("__") and hasattr(Worker, one)]
+    if taken:
+        raise ValueError(f"worker_extension_cls={name!r}: workers have {', '.join(taken)} already")
+    return type("Worker", (Worker, extension), {})
+
+
 class UniProcExecutor:
     """Calls the worker directly."""
 
     def __init__(self, vllm_config: VllmConfig) -> None:
-        self.worker = Worker(vllm_config)
+        self.worker = _worker_class(vllm_config)(vllm_config)
         try:
             self.worker.load_model()
         except BaseException:
@@ -46,6 +65,19 @@ class UniProcExecutor:
     def no_head_reason(self) -> str | None:
         """Return why the model computes no logits; None: it does."""
         return self.worker.model_runner.no_head_reason
+
+    def not_ready_reason(self) -> str | None:
+        """Return why no step can run; None: one can."""
+        return self.worker.not_ready_reason
+
+    def collective_rpc(self, call: WorkerCall) -> list[Any]:
+        """Call a method or a function with every worker; returns their results."""
+        if isinstance(call.method, str):
+            method = getattr(self.worker, call.method, None)
+            if not callable(method):
+                raise ValueError(f"collective_rpc: workers have no method {call.method!r}")
+            return [method(*call.args, **call.kwargs)]
+        return [call.method(self.worker, *call.args, **call.kwargs)]
 
     def find_hooks(self, names: Iterable[str]) -> list[HookPoint]:
         """Return the model's hook points of these names. ValueError: it has no such point."""

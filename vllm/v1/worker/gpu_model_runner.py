@@ -164,16 +164,21 @@ class GPUModelRunner:
         """Every layer with a place in the pool, by name."""
         return self.vllm_config.compilation_config.static_forward_context
 
-    def initialize_kv_cache(self, config: KVCacheConfig) -> None:
-        """Allocate the pool, give every layer its view, start the connector."""
-        self._published = self.bind_pool(config)
+    def restore_pool(self) -> None:
+        """Allocate the pool again after :meth:`release_pool`."""
+        self._published = self.bind_pool(self.kv_cache_config)
         if self.records_cuda_graphs:
             self.record_decode_steps(record_cuda_graph())
-            if self.vllm_config.attention_backend == "FLASHINFER":  # it plans on the host
-                logger.info(
-                    "attention_backend=FLASHINFER: recorded decode steps attend through "
-                    "TRITON_ATTN, all others through FlashInfer; enforce_eager records none"
-                )
+
+    def initialize_kv_cache(self, config: KVCacheConfig) -> None:
+        """Allocate the pool, give every layer its view, start the connector."""
+        self.kv_cache_config = config
+        self.restore_pool()
+        if self.records_cuda_graphs and self.vllm_config.attention_backend == "FLASHINFER":
+            logger.info(  # it plans on the host
+                "attention_backend=FLASHINFER: recorded decode steps attend through TRITON_ATTN, "
+                "all others through FlashInfer; enforce_eager records none"
+            )
         if (transfer := self.vllm_config.connector_config) is not None:
             connector = KVConnectorFactory.create_connector(
                 self.vllm_config, KVConnectorRole.WORKER, config

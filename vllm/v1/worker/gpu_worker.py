@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import torch
 
 from vllm.config import VllmConfig
@@ -15,8 +17,11 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.profile_run import profile_run, small_pool
 from vllm.v1.worker.recorded_steps import record_cuda_graph
 from vllm.v1.worker.self_check import check_against_reference
+from vllm.v1.worker.weight_updates import Named, WeightUpdates
 
 logger = init_logger(__name__)
+
+KV_CACHE, WEIGHTS = "kv_cache", "weights"
 
 
 class Worker:
@@ -29,12 +34,14 @@ class Worker:
         self.platform.prepare_process()
         self.platform.set_num_threads()
         self.model_runner = GPUModelRunner(vllm_config, self.device)
+        self._asleep: frozenset[str] = frozenset()  # tags of the memory that is freed
 
     def load_model(self) -> None:
         """Build the model, read its weights, and compare it with its reference if it knows one."""
         self.model_runner.load_model()
         if knows_reference(self.model_runner.model):
             check_against_reference(self.model_runner)
+        self._weights = WeightUpdates(self.model_runner.model, self.vllm_config)
 
     def determine_available_memory(self) -> int:
         """Bytes that the pool may take, with the model loaded and beside the largest step.
@@ -93,3 +100,66 @@ class Worker:
                 f"{self.platform.device_name}: lower num_gpu_blocks_override or "
                 "gpu_memory_utilization"
             ) from error
+
+    # ---- between steps, when no request is under way
+
+    @property
+    def not_ready_reason(self) -> str | None:
+        """The reason why no step can run; None: one can."""
+        if self._asleep:
+            return "the engine sleeps: wake_up() first"
+        problem = self._weights.problem
+        return None if problem is None else f"{problem}: load a whole checkpoint first"
+
+    @torch.no_grad()
+    def reload_weights(self, weights_path: str | None = None) -> None:
+        """Replace all weights by those of a checkpoint's folder; None: the engine's own.
+
+        ValueError: they cannot be replaced, or do not fit.
+        """
+        self._check_weights_are_here()
+        self._weights.load_folder(weights_path)
+
+    @torch.no_grad()
+    def update_weights(self, weights: Mapping[str, torch.Tensor] | Named) -> list[str]:
+        """Replace some weights, named as in the checkpoint; returns the parameters' names.
+
+        ValueError: they cannot be replaced, or do not fit.
+        """
+        self._check_weights_are_here()
+        return self._weights.load(weights)
+
+    def _check_weights_are_here(self) -> None:
+        if WEIGHTS in self._asleep:
+            raise ValueError('the engine sleeps without its weights: wake_up(["weights"]) first')
+
+    def sleep(self, level: int = 1) -> None:
+        """Free the pool and, on a device, the weights. 1: they wait in host memory; 2: they are
+        discarded, on a CPU, too. ValueError: it sleeps, or cannot."""
+        if level not in (1, 2):
+            raise ValueError(f"sleep: level={level!r}: use 1 or 2")
+        if self._asleep:
+            raise ValueError("sleep: the engine sleeps already")
+        if self.model_runner.connector is not None:
+            raise ValueError("sleep: a KV connector reads the pool; make an engine without it")
+        tags = {KV_CACHE}
+        if level == 2 or not self.platform.is_cpu():
+            self._weights.lend(keeps=level == 1)
+            tags.add(WEIGHTS)
+        self.model_runner.release_pool()
+        self._asleep = frozenset(tags)
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Allocate what :meth:`sleep` freed; tags: only "weights" or "kv_cache"."""
+        wanted = {KV_CACHE, WEIGHTS} if tags is None else set(tags)
+        if unknown := wanted - {KV_CACHE, WEIGHTS}:
+            raise ValueError(f"wake_up: tags={sorted(unknown)}: use {WEIGHTS!r} and {KV_CACHE!r}")
+        if WEIGHTS in wanted & self._asleep:
+            self._weights.take_back()
+        if KV_CACHE in wanted & self._asleep:
+            self.model_runner.restore_pool()
+        self._asleep -= wanted
+
+    def is_sleeping(self) -> bool:
+        """Return whether memory is freed."""
+        return bool(self._asleep)

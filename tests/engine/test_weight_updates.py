@@ -1,0 +1,303 @@
+"""New weights for an engine that lives, calls of its workers, and its sleep."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.engine.harness import core_of, engine, extraction_config, greedy, random_prompts
+from tests.engine.worker_extension import count_parameters, device_of
+from tests.models.checkpoints import make_checkpoint
+from vllm import LLM, AsyncEngineArgs, AsyncLLM
+from vllm.hidden_states import HiddenStatesSample
+
+Checkpoint = Callable[..., Path]
+PROMPTS = random_prompts(61, [5, 40, 17])
+EXTENSION = "tests.engine.worker_extension.Extension"
+FAMILIES = ["llama", "qwen3_5", "mixtral", "deepseek_v3", "nemotron_h", "gpt2", "rwkv"]
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The folder of a checkpoint of the same sizes and other values."""
+    made: dict[str, Path] = {}
+
+    def make(family: str) -> Path:
+        if family not in made:
+            folder = tmp_path_factory.mktemp("other") / family
+            made[family] = make_checkpoint(folder, family, seed=77)
+        return made[family]
+
+    return make
+
+
+def weights_in(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def answer(llm: LLM) -> list[HiddenStatesSample]:
+    return list(llm.extract(PROMPTS, [0, 2, 3], sampling_params=greedy(3), top_logprobs=2))
+
+
+def is_same(samples: list[HiddenStatesSample], others: list[HiddenStatesSample]) -> bool:
+    for sample, one in zip(samples, others, strict=True):
+        if not torch.equal(sample.token_ids, one.token_ids):
+            return False
+        for name, tensor in one.tensors.items():
+            if not torch.equal(sample.tensors[name].nan_to_num(9), tensor.nan_to_num(9)):
+                return False
+    return True
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_folder_or_tensors_give_the_rows_of_a_fresh_engine(
+    family: str, checkpoint: Checkpoint, other: Callable[[str], Path]
+) -> None:
+    first, second = checkpoint(family), other(family)
+    with engine(second) as llm:
+        fresh = answer(llm)
+    with engine(first) as llm:
+        before = answer(llm)
+        llm.update_weights(second)
+        assert is_same(answer(llm), fresh) and not is_same(before, fresh)
+        llm.update_weights(weights_in(first))
+        assert is_same(answer(llm), before)
+        with llm.weight_update() as load:
+            for name, tensor in weights_in(second).items():
+                assert load({name: tensor})
+        assert is_same(answer(llm), fresh)
+        llm.update_weights(first)
+        assert is_same(answer(llm), before)
+
+
+def test_no_request_has_rows_of_old_and_new_weights(
+    checkpoint: Checkpoint, other: Callable[[str], Path]
+) -> None:
+    """Threads extract and generate without a pause while weights come and go."""
+    first, second = checkpoint("qwen3_5"), other("qwen3_5")
+    with engine(second) as llm:
+        allowed = [answer(llm)]
+    with engine(first, max_num_batched_tokens=16) as llm:
+        allowed.append(answer(llm))
+        wrong: list[str] = []
+        seen: set[int] = set()
+        stop = threading.Event()
+
+        def read() -> None:
+            while not stop.is_set():
+                for i, sample in enumerate(answer(llm)):
+                    found = [k for k, one in enumerate(allowed) if is_same([sample], [one[i]])]
+                    seen.update(found)
+                    if not found:
+                        wrong.append(f"prompt {i}")
+
+        threads = [threading.Thread(target=read) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for _ in range(4):
+            llm.update_weights(second)
+            llm.update_weights(weights_in(first))
+        stop.set()
+        for thread in threads:
+            thread.join()
+        assert not wrong and seen == {0, 1}
+
+
+def test_what_does_not_fit_changes_nothing(
+    checkpoint: Checkpoint, other: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder, weights = checkpoint("llama"), weights_in(other("llama"))
+    name = "model.layers.1.mlp.down_proj.weight"
+    small = make_checkpoint(tmp_path / "small", "llama", intermediate_size=96)
+    with engine(folder) as llm:
+        before = answer(llm)
+        for bad, message in (
+            ({**weights, name: weights[name][:, :-1]}, rf"weight '{name}' has the shape \(72, "),
+            ({name: "text"}, "is not the name of a tensor"),
+            (small, r"has the shape .*; the model's is"),
+            ("/there/is/none", "/there/is/none"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                llm.update_weights(bad)  # type: ignore[arg-type]
+            assert is_same(answer(llm), before)
+
+
+def test_after_a_failure_in_the_middle_requests_are_refused(
+    checkpoint: Checkpoint, other: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Until a whole checkpoint comes."""
+    folder, weights = checkpoint("llama"), weights_in(other("llama"))
+    with engine(folder) as llm:
+        before = answer(llm)
+        with pytest.raises(ValueError, match="nonsense"):
+            llm.update_weights({**weights, "model.layers.0.nonsense.weight": torch.ones(2)})
+        with pytest.raises(ValueError, match=r"replacement of its weights failed.*nonsense"):
+            answer(llm)
+        with pytest.raises(ValueError, match="whole checkpoint first"):
+            llm.generate(PROMPTS, greedy(1), use_tqdm=False)
+        llm.update_weights(folder)
+        assert is_same(answer(llm), before)
+        part = tmp_path / "part"
+        part.mkdir()
+        half = dict(list(weights.items())[::2])
+        save_file(half, part / "model.safetensors")
+        with pytest.raises(ValueError, match="is missing, and"):
+            llm.update_weights(part)
+        llm.collective_rpc("reload_weights")
+        assert is_same(answer(llm), before)
+
+
+def test_modules_of_transformers_and_shared_prefixes_refuse(
+    checkpoint: Checkpoint, other: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = checkpoint("llama")
+    with engine(folder, model_impl="transformers") as llm:
+        before = answer(llm)
+        for weights in (other("llama"), weights_in(other("llama"))):
+            with pytest.raises(ValueError, match="transformers loaded them"):
+                llm.update_weights(weights)
+        assert is_same(answer(llm), before)
+    transfer = {
+        "kv_connector": "SharedStorageConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"shared_storage_path": str(tmp_path)},
+    }
+    with (
+        engine(folder, kv_transfer_config=transfer) as llm,
+        pytest.raises(ValueError, match="shares what they compute"),
+    ):
+        llm.update_weights(other("llama"))
+
+
+def test_calls_of_the_worker(checkpoint: Checkpoint) -> None:
+    with engine(checkpoint("llama"), worker_extension_cls=EXTENSION) as llm:
+        assert llm.collective_rpc("add", args=(2,), kwargs={"b": 5}) == [7]
+        assert llm.collective_rpc(device_of) == ["cpu"]
+        assert llm.apply_model(count_parameters)[0] > 10_000
+        with pytest.raises(ValueError, match="no method 'subtract'"):
+            llm.collective_rpc("subtract")
+    for name, message in (
+        (EXTENSION.replace("Extension", "Taken"), "workers have load_model already"),
+        (EXTENSION + "s", "cannot be imported"),
+        ("tests.engine.worker_extension.device_of", "is not a class"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            LLM(str(checkpoint("llama")), worker_extension_cls=name)
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_sleep(level: int, checkpoint: Checkpoint) -> None:
+    """Memory is freed; what follows has the same bits."""
+    folder = checkpoint("qwen3_5")
+    with LLM(str(folder), max_model_len=512, kv_cache_memory_bytes=2**28) as llm:
+        worker = core_of(llm).executor.worker
+        worker.model_runner.pool.fill_(-1)
+        before = answer(llm)
+        used = psutil.Process().memory_info().rss
+        llm.sleep(level)
+        assert psutil.Process().memory_info().rss < used - 2**27
+        assert llm.collective_rpc("is_sleeping") == [True]
+        with pytest.raises(ValueError, match="sleeps: wake_up"):
+            answer(llm)
+        with pytest.raises(ValueError, match="sleeps already"):
+            llm.sleep()
+        if level == 2:
+            with pytest.raises(ValueError, match="wake_up"):
+                llm.update_weights(folder)
+            parameters = worker.model_runner.model.parameters()
+            assert all(p.untyped_storage().nbytes() == 0 for p in parameters)
+        llm.wake_up(["kv_cache"])
+        llm.wake_up()
+        worker.model_runner.pool.fill_(-1)
+        if level == 2:
+            with pytest.raises(ValueError, match="discarded by sleep"):
+                answer(llm)
+            llm.update_weights(folder)
+        assert is_same(answer(llm), before)
+        with pytest.raises(ValueError, match="level=3"):
+            llm.sleep(3)
+        with pytest.raises(ValueError, match="tags"):
+            llm.wake_up(["cache"])
+
+
+def test_sleep_beside_a_connector_is_refused(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    with (
+        engine(checkpoint("llama"), **extraction_config([2], tmp_path)) as llm,
+        pytest.raises(ValueError, match="KV connector"),
+    ):
+        llm.sleep()
+
+
+def test_in_another_process(checkpoint: Checkpoint, other: Callable[[str], Path]) -> None:
+    """Requests run while weights come; calls, refusals, aborts, sleep."""
+    first, second = checkpoint("llama"), other("llama")
+    options: dict[str, Any] = {"max_model_len": 512, "kv_cache_memory_bytes": 2**24}
+    expected = []
+    for folder in (first, second):
+        with engine(folder) as llm:
+            expected.append(list(llm.extract(PROMPTS, [3])))
+
+    async def extract(llm: AsyncLLM) -> list[HiddenStatesSample]:
+        return [sample async for sample in llm.extract(PROMPTS, [3])]  # type: ignore[misc]
+
+    async def run() -> None:
+        args = AsyncEngineArgs(str(first), worker_extension_cls=EXTENSION, **options)
+        llm = AsyncLLM.from_engine_args(args)
+        try:
+            assert is_same(await extract(llm), expected[0])
+            under_way = [asyncio.create_task(extract(llm)) for _ in range(4)]
+            await asyncio.sleep(0)
+            await llm.update_weights(second)
+            assert is_same(await extract(llm), expected[1])
+            for samples in await asyncio.gather(*under_way):
+                assert any(is_same(samples[:1], one[:1]) for one in expected)
+            await llm.update_weights(weights_in(first))
+            assert is_same(await extract(llm), expected[0])
+            async with llm.weight_update() as load:
+                waiting = asyncio.create_task(extract(llm))
+                await asyncio.sleep(0.05)
+                assert not waiting.done()
+                for name, tensor in weights_in(second).items():
+                    await load({name: tensor})
+            assert is_same(await waiting, expected[1])
+            long = asyncio.create_task(generate(llm))
+            await asyncio.sleep(0.1)
+            await llm.update_weights(first, mode="abort")
+            assert await long == "abort"
+            assert is_same(await extract(llm), expected[0])
+            with pytest.raises(ValueError, match="shape"):
+                await llm.update_weights({"model.norm.weight": torch.ones(3)})
+            with pytest.raises(ValueError, match="mode='never'"):
+                await llm.update_weights(first, mode="never")  # type: ignore[arg-type]
+            assert is_same(await extract(llm), expected[0])
+            assert await llm.collective_rpc("add", args=(1,)) == [2]
+            assert await llm.apply_model(count_parameters) != [0]
+            with pytest.raises(RuntimeError, match="KeyError: 'on purpose'"):
+                await llm.collective_rpc("fail", args=("other",))
+            with pytest.raises(ValueError, match="on purpose"):
+                await llm.collective_rpc("fail", args=("value",))
+            await llm.sleep(2)
+            assert await llm.is_sleeping()
+            with pytest.raises(ValueError, match="sleeps"):
+                await extract(llm)
+            await llm.wake_up()
+            await llm.update_weights(first)
+            assert is_same(await extract(llm), expected[0])
+        finally:
+            await llm.shutdown()
+
+    async def generate(llm: AsyncLLM) -> str | None:
+        reason = None
+        async for output in llm.generate(PROMPTS[0], greedy(400), "long"):
+            reason = output.outputs[0].finish_reason
+        return reason
+
+    asyncio.run(run())
