@@ -85,6 +85,19 @@ class Addition(NamedTuple):
     """True: it is multiplied by the norm of the stream at the token."""
 
 
+Additions = Mapping[int, Sequence[Addition]]
+"""What is added to the stream, by boundary."""
+
+
+class Steering(NamedTuple):
+    """The vectors that are added in a step."""
+
+    additions: Additions
+    """Those for the flat batch."""
+    of_request: Callable[[int, range], Additions]
+    """Returns those for a pass over some positions of one request, by its index in the step."""
+
+
 @dataclass(frozen=True)
 class ForwardContext:
     """One step's metadata by layer name, and the sink of captured rows."""
@@ -96,8 +109,8 @@ class ForwardContext:
     the norm, but no LM head. None: everything."""
     no_compile_layers: Mapping[str, CachedLayer] = field(default_factory=dict)
     """Layers with a cache, by name, if there is a connector."""
-    steering: Mapping[int, Sequence[Addition]] | None = None
-    """Vectors to add to the stream, by boundary; None: none in this step."""
+    steering: Steering | None = None
+    """Vectors to add to the stream; None: none in this step."""
     rotary_positions: torch.Tensor | None = None
     """int64 [tokens], for a model with longrope: positions in its tables, in which the table for
     long sequences follows the one for short ones."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -28,10 +29,16 @@ class SteeringSpec(msgspec.Struct, frozen=True):
     """float32 [hidden], times the scale; of length 1 times the scale if ``norm_match``."""
     positions: str | list[int] = "all"
     norm_match: bool = False
+    is_by_position: bool = False
+    """True: ``vector`` is [positions, hidden], one for each of the positions, which ascend."""
+
+    @property
+    def leading_shape(self) -> tuple[int, ...]:
+        return (len(self.positions),) if self.is_by_position else ()
 
     @property
     def width(self) -> int:
-        return len(self.vector) // 4
+        return len(self.vector) // (4 * math.prod(self.leading_shape))
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,7 +50,8 @@ class SteeringVector:
     """
 
     vectors: torch.Tensor
-    """[hidden] for one layer, or [layers, hidden]; floats."""
+    """[hidden] for one layer, [layers, hidden], or, with a vector for each of the ``positions``,
+    [layers, positions, hidden]; floats."""
     layers: int | Sequence[int]
     """Layer ids: i is the stream after i decoder layers."""
     scale: float = 1.0
@@ -66,24 +74,33 @@ class SteeringVector:
         if not are_ids:
             _fail("layers", self.layers, "a layer id from 0 on, or a list of them")
         given: object = self.vectors
-        if not torch.is_tensor(given) or not given.is_floating_point() or given.dim() > 2:
+        if (
+            not torch.is_tensor(given)
+            or not given.is_floating_point()
+            or given.dim() not in (1, 2, 3)
+        ):
             _fail("vectors", given, "a tensor of floats, [hidden] or [layers, hidden]")
         rows = self.vectors.detach().float().cpu()
         rows = rows[None] if rows.dim() == 1 else rows
-        if rows.dim() != 2 or len(rows) != len(layers) or not rows.shape[1]:
-            shape = tuple(self.vectors.shape)
+        shape = tuple(self.vectors.shape)
+        if len(rows) != len(layers) or not all(shape):
             _fail("vectors", shape, f"a row for each of the {len(layers)} layers")
         scale: object = self.scale
         if not isinstance(scale, int | float) or not abs(scale) <= _LARGEST:
             _fail("scale", scale, "a finite number")
-        rows = rows / rows.norm(dim=1, keepdim=True) if self.norm_match else rows
+        rows = rows / rows.norm(dim=-1, keepdim=True) if self.norm_match else rows
         rows = rows * float(self.scale)
         if not rows.isfinite().all():
             expected = "finite, also times the scale, and not zero with norm_match"
             _fail("vectors", "...", expected)
-        where = _checked_positions(self.positions)
+        where, is_by_position = _checked_positions(self.positions), rows.dim() == 3
+        if is_by_position:
+            if not isinstance(where, list) or not len(where) == len(self.positions) == shape[1]:
+                expected = f"{shape[1]} different positions for vectors of shape {shape}"
+                _fail("positions", self.positions, expected)
+            rows = rows[:, torch.tensor(self.positions).argsort()]
         return [
-            SteeringSpec(layer, row.numpy().tobytes(), where, bool(self.norm_match))
+            SteeringSpec(layer, row.numpy().tobytes(), where, bool(self.norm_match), is_by_position)
             for layer, row in zip(layers, rows.contiguous(), strict=True)
         ]
 

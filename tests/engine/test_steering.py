@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.harness import engine, greedy, random_prompts
+from tests.engine.harness import core_of, engine, greedy, random_prompts
+from tests.models import zoo
 from tests.models.families import SLICE
 from tests.models.oracle import relative_error, steered_run
-from vllm import AsyncEngineArgs, AsyncLLM, SamplingParams, SteeringVector
+from vllm import LLM, AsyncEngineArgs, AsyncLLM, SamplingParams, SteeringVector
 from vllm.hidden_states import ExtractRequest, FailedSample
 
 Checkpoint = Callable[..., Path]
@@ -30,14 +31,42 @@ def vectors(layers: Sequence[int], width: int = WIDTH, **options: Any) -> Steeri
 @pytest.mark.parametrize("family", SLICE)
 def test_rows_are_those_of_steered_transformers(family: str, checkpoint: Checkpoint) -> None:
     """Several layers and kinds of positions at once, beside requests without, in chunks."""
+    check_rows(checkpoint(family))
+
+
+@pytest.mark.parametrize(
+    ("family", "way"),
+    [
+        ("mamba2", "one request after another"),
+        ("bamba", "one request after another"),
+        ("rwkv", "again in each step"),
+    ],
+)
+def test_modules_that_run_one_request_after_another(
+    family: str, way: str, checkpoint: Checkpoint
+) -> None:
+    """Modules of transformers; some compute earlier tokens again, which are steered again, too."""
     folder = checkpoint(family)
-    with engine(folder, max_num_batched_tokens=16) as llm:
+    check_rows(folder, way, model_impl="transformers")
+    with engine(folder, model_impl="transformers", max_num_batched_tokens=16) as llm:
+        for positions in ("all", "generated", [2, 7, 19]):
+            width = llm.llm_engine.model_config.get_row_size()
+            check_generation(llm, folder, [vectors([2], width, scale=4.0, positions=positions)])
+
+
+def check_rows(folder: Path, way: str = "", **options: Any) -> None:
+    """``way``: how a module of transformers runs; its last bits depend on chunks."""
+    with engine(folder, max_num_batched_tokens=16, **options) as llm:
+        model = core_of(llm).executor.worker.model_runner.model
+        assert way in getattr(model, "way", "")
         width = llm.llm_engine.model_config.get_row_size()
+        by_position = torch.randn(2, 3, width, generator=torch.Generator().manual_seed(5))
         steering = [
             vectors([1, 3], width, scale=0.7),
             vectors([2], width, scale=0.5, norm_match=True, positions=[0, 4, 20]),
             vectors([0], width, positions="prompt"),
             vectors([2], width, positions="generated", scale=9.0),
+            SteeringVector(by_position, [1, 2], positions=[19, 3, 4], norm_match=True),
         ]
         num_layers = llm.llm_engine.model_config.get_total_num_hidden_layers()
         layers = list(range(num_layers + 1))
@@ -48,13 +77,30 @@ def test_rows_are_those_of_steered_transformers(family: str, checkpoint: Checkpo
     for prompt, steered, beside, other in zip(
         PROMPTS, samples[::2], samples[1::2], plain, strict=True
     ):
-        assert torch.equal(beside.hidden_states, other.hidden_states)
+        if way:
+            assert relative_error(beside.hidden_states, other.hidden_states) <= 1e-4
+        else:
+            assert torch.equal(beside.hidden_states, other.hidden_states)
         token_ids = prompt["prompt_token_ids"]
         streams = steered_run(folder, token_ids, steering, len(token_ids))
         for layer in layers:
             rows = steered.hidden_states[:, layer]
             assert relative_error(rows, streams[layer]) <= 1e-4, layer
             assert relative_error(rows, other.hidden_states[:, layer]) > 1e-2
+
+
+def check_generation(llm: LLM, folder: Path, steering: list[SteeringVector]) -> None:
+    params = SamplingParams(temperature=0, max_tokens=8, steering=steering, ignore_eos=True)
+    outputs = llm.generate(PROMPTS, params)
+    samples = list(llm.extract(PROMPTS, layers=[2, 3], sampling_params=params))
+    for prompt, output, sample in zip(PROMPTS, outputs, samples, strict=True):
+        count = len(prompt["prompt_token_ids"])
+        text = [*prompt["prompt_token_ids"], *output.outputs[0].token_ids]
+        assert sample.token_ids.tolist() == text
+        *streams, logits = steered_run(folder, text, steering, count)
+        best = logits[count - 1 : -1].argmax(-1).tolist()
+        assert best == list(output.outputs[0].token_ids)
+        assert relative_error(sample.hidden_states[:, 1], streams[3]) <= 1e-4
 
 
 @pytest.mark.parametrize("impl", ["auto", "transformers"])
@@ -64,20 +110,9 @@ def test_generated_text(impl: str, checkpoint: Checkpoint) -> None:
     with engine(folder, model_impl=impl, max_num_batched_tokens=16) as llm:
         plain = [list(o.outputs[0].token_ids) for o in llm.generate(PROMPTS, greedy(8))]
         for positions in ("all", "prompt", "generated"):
-            steering = [vectors([2], scale=4.0, positions=positions)]
-            params = SamplingParams(temperature=0, max_tokens=8, steering=steering, ignore_eos=True)
-            outputs = llm.generate(PROMPTS, params)
-            samples = list(llm.extract(PROMPTS, layers=[2, 3], sampling_params=params))
+            check_generation(llm, folder, [vectors([2], scale=4.0, positions=positions)])
             again = [list(o.outputs[0].token_ids) for o in llm.generate(PROMPTS, greedy(8))]
             assert again == plain  # no prefix of a steered request serves others
-            for prompt, output, sample in zip(PROMPTS, outputs, samples, strict=True):
-                count = len(prompt["prompt_token_ids"])
-                text = [*prompt["prompt_token_ids"], *output.outputs[0].token_ids]
-                assert sample.token_ids.tolist() == text
-                *streams, logits = steered_run(folder, text, steering, count)
-                best = logits[count - 1 : -1].argmax(-1).tolist()
-                assert best == list(output.outputs[0].token_ids)
-                assert relative_error(sample.hidden_states[:, 1], streams[3]) <= 1e-4
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_5"])
@@ -143,6 +178,9 @@ def test_prefixes_are_kept_apart(checkpoint: Checkpoint) -> None:
         (lambda: SteeringVector(torch.zeros(WIDTH), 1, norm_match=True), r"not zero with norm_mat"),
         (lambda: SteeringVector(torch.ones(WIDTH).int(), 1), r"has to be a tensor of floats"),
         (lambda: SteeringVector([1.0], 1), r"has to be a tensor of floats"),  # type: ignore[arg-type]
+        (lambda: SteeringVector(torch.ones(1, 2, WIDTH), 1), r"positions='all': has to be 2 diff"),
+        (lambda: SteeringVector(torch.ones(1, 2, WIDTH), 1, positions=[3, 3]), r"2 different posi"),
+        (lambda: SteeringVector(torch.ones(1, 0, WIDTH), 1, positions=[]), r"vectors=\(1, 0, 72\)"),
         (lambda: SteeringVector(torch.ones(WIDTH), 1, scale=math.inf), r"scale=inf: has to be"),
         (lambda: SteeringVector(torch.ones(WIDTH), 1, positions="some"),  # type: ignore[arg-type]
          r"positions='some': has to be all, prompt, generated"),
@@ -154,7 +192,7 @@ def test_values_that_cannot_be_used(make: Callable[[], Any], message: str) -> No
         make()
 
 
-def test_what_does_not_fit_the_model_fails_alone(checkpoint: Checkpoint) -> None:
+def test_what_does_not_fit_the_model_fails_alone(checkpoint: Checkpoint, tmp_path: Path) -> None:
     with engine(checkpoint("llama")) as llm:
         for steering, message in (
             (SteeringVector(torch.ones(WIDTH), 99), "steering layers=99: layer ids go from 0 to"),
@@ -169,10 +207,12 @@ def test_what_does_not_fit_the_model_fails_alone(checkpoint: Checkpoint) -> None
             )
             assert isinstance(bad, FailedSample) and message in bad.reason
             assert not isinstance(good, FailedSample)
-    with engine(checkpoint("mamba2"), model_impl="transformers") as llm:
-        message = "cannot be steered: as a module of transformers it runs one request after another"
-        with pytest.raises(ValueError, match=message):
-            list(llm.extract(PROMPTS, layers=[1], steering=vectors([1])))
+    zoo.make_checkpoint(tmp_path, "deepseek_v4")
+    with (
+        engine(tmp_path, model_impl="transformers", max_model_len=128) as llm,
+        pytest.raises(ValueError, match="cannot be steered: it has several residual streams"),
+    ):
+        list(llm.extract(PROMPTS, layers=[1], steering=vectors([1])))
 
 
 def test_the_server_engine(checkpoint: Checkpoint) -> None:

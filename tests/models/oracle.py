@@ -163,10 +163,13 @@ def steered_run(
                     where = where[where >= num_prompt_tokens]
                 elif one.positions != "all":
                     where = where[torch.isin(where, torch.tensor(list(one.positions)))]
+                if vector.dim() == 2:
+                    order = torch.tensor(one.positions).argsort()
+                    vector = vector[order][: len(where)]
                 added = one.scale * vector
                 if one.norm_match:
                     norms = stream[:, where].norm(dim=-1, keepdim=True)
-                    added = one.scale * norms * vector / vector.norm()
+                    added = one.scale * norms * vector / vector.norm(dim=-1, keepdim=True)
                 stream[:, where] += added
         streams.append(stream[0].clone())
         return stream

@@ -29,20 +29,21 @@ def run_decoder_layers(
     overwrites the tensors. ``num_layers_to_run`` stops before the layer of that index.
     """
     context = get_forward_context()
+    additions = None if context.steering is None else context.steering.additions
     sink = context.row_sink
     requested = sink.layer_ids if sink is not None else frozenset[LayerId]()
     layer_id = 0
     for layer in layers:
-        if context.steering is not None:
-            steer(context.steering.get(layer_id, ()), hidden_states, residual)
+        if additions is not None:
+            steer(additions.get(layer_id, ()), hidden_states, residual)
         if sink is not None and layer_id in requested:
             sink.put(HIDDEN_STATES, layer_id, hidden_states, residual)
         if layer_id == context.num_layers_to_run:
             return hidden_states, residual
         hidden_states, residual = layer(positions, hidden_states, residual)
         layer_id += 1
-    if context.steering is not None:
-        steer(context.steering.get(layer_id, ()), hidden_states, residual)
+    if additions is not None:
+        steer(additions.get(layer_id, ()), hidden_states, residual)
     if sink is not None and layer_id in requested:
         sink.put(HIDDEN_STATES, layer_id, hidden_states, residual)
     return hidden_states, residual

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
@@ -11,11 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from vllm.forward_context import HIDDEN_STATES, Addition, RowSink
+from vllm.forward_context import HIDDEN_STATES, Additions, RowSink
 from vllm.model_executor.models.decoder_loop import steer
 
-Steering = Mapping[int, Sequence[Addition]]
-"""Vectors that are added to the stream, by boundary; tokens are those of the pass."""
 _SURVEY_TOKENS = 3
 
 
@@ -144,7 +142,7 @@ class Boundaries:
         self.num_streams = num_streams
         self._dtype = dtype
         self._sink: RowSink | None = None
-        self._steering: Steering = {}
+        self._additions: Additions = {}
         self._num_layers_to_run: int | None = None
         self._layers_begun: list[int] | None = None
         ends = [-1, *self.running]
@@ -158,15 +156,15 @@ class Boundaries:
         self,
         sink: RowSink | None,
         num_layers_to_run: int | None,
-        steering: Steering | None = None,
+        additions: Additions | None = None,
     ) -> Iterator[None]:
         """Watch one pass: its rows go to ``sink``, and layers from that index on do not run.
-        ``steering`` is added to the stream.
+        ``additions`` are those for the tokens of the pass.
 
         RuntimeError: the layers did not run in their order, once each.
         """
         self._sink, self._num_layers_to_run = sink, num_layers_to_run
-        self._steering = steering or {}
+        self._additions = additions or {}
         begun = self._layers_begun = []
         is_over = False
         try:
@@ -177,7 +175,7 @@ class Boundaries:
             raise
         finally:
             self._sink, self._num_layers_to_run, self._layers_begun = None, None, None
-            self._steering = {}
+            self._additions = {}
             last = self.num_layers if num_layers_to_run is None else num_layers_to_run
             wanted = [index for index in self.running if index < last]
             if is_over and begun != wanted:
@@ -225,7 +223,7 @@ class Boundaries:
 
     def _at_boundary(self, layer_id: int, stream: Any) -> Any:
         """Return the stream, with what is added to it here."""
-        additions = self._steering.get(layer_id)
+        additions = self._additions.get(layer_id)
         if additions:
             stream = stream.clone(memory_format=torch.contiguous_format)
             steer(additions, stream.view(-1, stream.shape[-1]), None)

@@ -237,9 +237,7 @@ class TransformersForCausalLM(nn.Module):
         """Return why vectors cannot be added to the stream; None: they can."""
         if self.boundaries.num_streams > 1:
             return "it has several residual streams"
-        if isinstance(self.sequences, OneSequence):
-            return None
-        return "as a module of transformers it runs one request after another"
+        return None
 
     def find_hook_points(self, dtype: torch.dtype) -> HookPoints:
         """Find the modules of decoder layers that return one tensor of a row per token."""

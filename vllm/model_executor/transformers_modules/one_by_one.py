@@ -93,7 +93,8 @@ class OneByOne(EachByItself):
         for end in self._cuts(part):
             given = {name: part_of[begin:end] for name, part_of in tokens.items()}
             decode = partial(self._call, cache, given, positions[begin:end])
-            outputs.append(self._hidden_of(decode, sink))
+            places = range(part.num_computed + begin, part.num_computed + end)
+            outputs.append(self._pass(decode, sink, part, places))
             self._keep_states(cache, part, end)
             begin = end
         for caches, layer in zip(self._caches_of_pass, cache.layers, strict=False):

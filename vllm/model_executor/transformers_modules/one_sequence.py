@@ -127,8 +127,10 @@ class OneSequence(Sequences):
                 raise RuntimeError(f"{self._next} of {len(self.attention)} attention layers ran")
             return output
 
+        context = get_forward_context()
+        additions = None if context.steering is None else context.steering.additions
         with attention_by(self.attend), rotated_as_long(are_long(positions)):
-            return self._hidden_of(decode, get_forward_context().row_sink)
+            return self._hidden_of(decode, context.row_sink, additions)
 
     def attend(
         self,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from vllm.forward_context import HIDDEN_STATES, RowSink, get_forward_context
+from vllm.forward_context import HIDDEN_STATES, Additions, RowSink, get_forward_context
 from vllm.model_executor.transformers_modules.boundaries import Boundaries, LayersDoneError
 from vllm.model_executor.transformers_modules.cached import Part
 from vllm.model_executor.transformers_modules.positions import are_long, rotated_as_long
@@ -50,11 +50,13 @@ class Sequences(nn.Module, ABC):
         tokens: ``input_ids`` [tokens], or ``inputs_embeds`` [tokens, hidden].
         """
 
-    def _hidden_of(self, decode: Callable[[], Any], sink: RowSink | None) -> torch.Tensor:
+    def _hidden_of(
+        self, decode: Callable[[], Any], sink: RowSink | None, additions: Additions | None
+    ) -> torch.Tensor:
         """Return the result [tokens, hidden] of a pass through the layers that the step needs."""
         try:
-            context = get_forward_context()
-            with self._boundaries.watch(sink, context.num_layers_to_run, context.steering):
+            depth = get_forward_context().num_layers_to_run
+            with self._boundaries.watch(sink, depth, additions):
                 hidden: torch.Tensor = decode()[0][0]
         except LayersDoneError as done:
             hidden = done.hidden
@@ -84,6 +86,14 @@ class EachByItself(Sequences):
                 hidden.append(self._run_request(part, own, positions[start:end], joined))
         joined.hand_over()
         return torch.cat(hidden)
+
+    def _pass(
+        self, decode: Callable[[], Any], sink: RowSink, part: Part, positions: range
+    ) -> torch.Tensor:
+        """Return the result [tokens, hidden] of a pass over some positions of a request."""
+        steering = get_forward_context().steering
+        additions = None if steering is None else steering.of_request(part.index, positions)
+        return self._hidden_of(decode, sink, additions)
 
     @abstractmethod
     def _run_request(

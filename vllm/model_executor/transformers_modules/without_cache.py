@@ -90,7 +90,8 @@ class WithoutCache(EachByItself):
     ) -> torch.Tensor:
         ids = self._all_ids(part, tokens["input_ids"])
         later = _LaterRows(sink, part.num_computed)
-        return self._hidden_of(partial(self._call, ids), later)[part.num_computed :]
+        decode = partial(self._call, ids)
+        return self._pass(decode, later, part, range(len(ids)))[part.num_computed :]
 
     def _call(self, ids: torch.Tensor) -> Any:
         (decoder,) = self._decoders
