@@ -86,14 +86,14 @@ class Addition(NamedTuple):
 
 
 Additions = Mapping[int, Sequence[Addition]]
-"""What is added to the stream, by boundary."""
+"""Vectors to add to the stream, by boundary."""
 
 
 class Steering(NamedTuple):
     """The vectors that are added in a step."""
 
     additions: Additions
-    """Those for the flat batch."""
+    """The vectors for the flat batch."""
     of_request: Callable[[int, range], Additions]
     """Returns those for a pass over some positions of one request, by its index in the step."""
 

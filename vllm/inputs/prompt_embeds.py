@@ -86,8 +86,7 @@ def read_embeds(text: str) -> torch.Tensor:
     except ValueError as error:
         raise ValueError(f"prompt_embeds is not base64: {error}") from error
     try:
-        with zipfile.ZipFile(io.BytesIO(data)) as archive:
-            loaded = _read_archive(archive, len(data))
+        loaded = read_archive(data)
     except Exception as error:  # whatever a damaged archive leads to
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ValueError(f"prompt_embeds is not a tensor saved by torch.save: {reason}") from error
@@ -98,7 +97,16 @@ def read_embeds(text: str) -> torch.Tensor:
     return loaded
 
 
-def _read_archive(archive: zipfile.ZipFile, most_bytes: int) -> object:
+def read_archive(data: bytes) -> object:
+    """Return what ``torch.save`` wrote: dense tensors, also in dicts and lists.
+
+    No code in it is run, and it does not grow. Raises any exception if it is something else.
+    """
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        return _read_members(archive, len(data))
+
+
+def _read_members(archive: zipfile.ZipFile, most_bytes: int) -> object:
     entries = {entry.filename.partition("/")[2]: entry for entry in archive.infolist()}
     if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries.values()):
         raise ValueError("the archive is compressed")

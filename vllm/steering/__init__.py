@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
 
 import msgspec
 
@@ -62,6 +63,42 @@ class SteeringVector:
 
     def __post_init__(self) -> None:
         self.specs()
+
+    @classmethod
+    def from_file(
+        cls,
+        path: str | os.PathLike[str],
+        layers: int | Sequence[int] | None = None,
+        *,
+        scale: float = 1.0,
+        positions: Where | Sequence[int] = "all",
+        norm_match: bool = False,
+    ) -> SteeringVector:
+        """Read vectors from a file: .safetensors, .pt, or .gguf as repeng writes them.
+
+        layers: layer ids. A file that names the layers of its tensors (``layers.N`` for layer id
+        N; GGUF's ``direction.N`` for N + 1) gives those vectors, by default all of them; the
+        vectors of another file are added at these layers. ValueError: the file cannot be used.
+        """
+        import torch
+
+        from vllm.steering.files import read_steering_file
+
+        found, place = read_steering_file(path), f" in {brief(os.fspath(path))}"
+        if isinstance(found, dict):
+            named = list(found)
+            chosen = named if layers is None else [layers] if isinstance(layers, int) else layers
+            is_list = isinstance(chosen, list | tuple | range) and bool(chosen)
+            if not is_list or any(layer not in named for layer in chosen):
+                _fail("layers", layers, f"some of those{place}, which are {brief(named)}")
+            widths = {len(found[layer]) for layer in chosen}
+            if len(widths) > 1:
+                _fail("vectors", sorted(widths), f"of one width{place}")
+            vectors = torch.stack([found[layer].float() for layer in chosen])
+            return cls(vectors, list(chosen), scale, positions, norm_match)
+        if layers is None:
+            _fail("layers", None, f"given, because the tensor{place} names no layer")
+        return cls(found, layers, scale, positions, norm_match)
 
     def specs(self) -> list[SteeringSpec]:
         """Return one spec per layer."""
@@ -137,7 +174,7 @@ def steering_digest(specs: Sequence[SteeringSpec]) -> str:
     return hashlib.sha256(msgspec.msgpack.encode(specs)).hexdigest()
 
 
-def _fail(name: str, value: object, expected: str, prefix: str = "steering ") -> None:
+def _fail(name: str, value: object, expected: str, prefix: str = "steering ") -> NoReturn:
     raise VLLMValidationError(
         f"{prefix}{name}={brief(value)}: has to be {expected}", parameter="steering"
     )
