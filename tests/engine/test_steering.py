@@ -195,8 +195,8 @@ def test_values_that_cannot_be_used(make: Callable[[], Any], message: str) -> No
 def test_what_does_not_fit_the_model_fails_alone(checkpoint: Checkpoint, tmp_path: Path) -> None:
     with engine(checkpoint("llama")) as llm:
         for steering, message in (
-            (SteeringVector(torch.ones(WIDTH), 99), "steering layers=99: layer ids go from 0 to"),
-            (SteeringVector(torch.ones(8), 1), "steering vectors: 8 elements, but the stream has"),
+            (SteeringVector(torch.ones(WIDTH), 99), "layers=99: has to be a layer id from 0 to 4"),
+            (SteeringVector(torch.ones(8), 1), "has to be 72 elements, as the stream has"),
         ):
             with pytest.raises(ValueError, match=message):
                 llm.generate(PROMPTS[0], SamplingParams(steering=[steering]))  # type: ignore[list-item]

@@ -202,5 +202,5 @@ def test_rows_are_steered_by_a_file(tmp_path: Path, checkpoint: Callable[..., Pa
         added = steered.hidden_states[:, 1] - plain.hidden_states[:, 1]
         assert torch.allclose(added, DRAWN[0].expand(9, -1), atol=1e-5)
         narrow = write(tmp_path / "b.gguf", gguf({"direction.1": DRAWN[0, 1:]}))
-        with pytest.raises(ValueError, match="71 elements, but the stream has 72"):
+        with pytest.raises(ValueError, match="has to be 72 elements"):
             list(llm.extract(prompts, layers=[1], steering=SteeringVector.from_file(narrow)))

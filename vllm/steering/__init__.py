@@ -169,6 +169,15 @@ def steering_specs(value: object) -> list[SteeringSpec]:
     return specs
 
 
+def check_fit(specs: Iterable[SteeringSpec], num_layers: int, width: int) -> None:
+    """Raise ValueError if a model with so many layers has no place for the vectors."""
+    for spec in specs:
+        if spec.layer_id > num_layers:
+            _fail("layers", spec.layer_id, f"a layer id from 0 to {num_layers}")
+        if spec.width != width:
+            _fail("vectors", f"{spec.width} elements", f"{width} elements, as the stream has")
+
+
 def steering_digest(specs: Sequence[SteeringSpec]) -> str:
     """Return a digest of what is added: requests share prefixes only if theirs are equal."""
     return hashlib.sha256(msgspec.msgpack.encode(specs)).hexdigest()

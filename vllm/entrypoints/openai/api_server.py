@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from starlette.responses import Response
 
-from vllm.entrypoints.openai import downloads, pages, trl
+from vllm.entrypoints.openai import downloads, pages, steering, trl
 from vllm.entrypoints.openai.chat import Chat
 from vllm.entrypoints.openai.completion import Completion
 from vllm.entrypoints.openai.errors import EXCEPTION_HANDLERS, ErrorResponse, bad_form
@@ -34,6 +34,8 @@ from vllm.entrypoints.openai.protocol import (
     EmbeddingRequest,
     PoolingBody,
     PoolingRequest,
+    SteeringVectorsBody,
+    SteeringVectorsRequest,
     TokenizeBody,
     TokenizeRequest,
 )
@@ -52,9 +54,11 @@ from vllm.entrypoints.openai.responses import (
     PoolingResponse,
     RenderedRequest,
     Reply,
+    SteeringVectorCard,
     TokenizeResponse,
 )
 from vllm.entrypoints.openai.state import ServerState, State, unknown_model
+from vllm.steering import SteeringVector
 from vllm.utils.build_info import commit
 from vllm.version import PRODUCT, VERSION, __version__
 
@@ -62,6 +66,7 @@ MAX_TOKEN_ID = 2**31 - 1
 """Largest token id that tokenizers accept; none has so many tokens."""
 ERROR_STATUSES = {
     400: "The body has the wrong form, or values that cannot be served",
+    403: "The server does not take vectors from clients",
     404: "The model does not exist",
     413: "The body is too large",
     429: "Too many requests are waiting",
@@ -76,6 +81,11 @@ EXAMPLES: dict[type[BaseModel], dict[str, Any]] = {
     EmbeddingRequest: {"input": ["A text.", "Another."]},
     PoolingRequest: {"input": "A text.", "task": "embed"},
     ClassificationRequest: {"input": "A text."},
+    SteeringVectorsRequest: {
+        "name": "calm",
+        "vectors": {"data": "AACAPwAAAAA=", "shape": [2]},
+        "layers": 12,
+    },
     TokenizeRequest: {"prompt": "A text."},
     DetokenizeRequest: {"tokens": [1, 2, 3]},
 }
@@ -85,6 +95,7 @@ _REF = "#/components/schemas/{model}"
 _DESCRIBED: tuple[type[BaseModel], ...] = (
     *(CompletionRequest, ChatCompletionRequest, TokenizeRequest, DetokenizeRequest),
     *(EmbeddingRequest, PoolingRequest, ClassificationRequest, CompletionChunk, ChatChunk),
+    SteeringVectorsRequest,
 )
 """Models that FastAPI does not see: bodies, which our own dependency reads, and events."""
 
@@ -106,7 +117,7 @@ def build_app(state: ServerState) -> FastAPI:
     )
     app.state.server = state
     paths = ["/openapi.json"]
-    for one in (router, pages.router, downloads.router, trl.router):
+    for one in (router, pages.router, downloads.router, steering.router, trl.router):
         app.include_router(one)
         paths += [route.path for route in one.routes if isinstance(route, APIRoute)]
     install_limits(app, state.settings, state, paths)
@@ -218,6 +229,18 @@ async def pool(state: State, request: Request, body: PoolingBody) -> Response:
 async def classify(state: State, request: Request, body: ClassificationBody) -> Response:
     """Return the classes of each input."""
     return await ClassificationAnswer(state, body, request).answer()
+
+
+@router.post("/v1/steering_vectors", **_takes(SteeringVectorsRequest, 403))
+async def create_steering_vectors(
+    state: State, request: Request, body: SteeringVectorsBody
+) -> SteeringVectorCard:
+    """Keep vectors under a name, by which requests can refer to them."""
+    vector = await state.beside_loop(
+        request, lambda: SteeringVector(steering.tensor_of(body.vectors), body.layers)
+    )
+    state.steering.put(body.name, vector)
+    return state.steering.card(body.name)
 
 
 # ---- the tokenizer

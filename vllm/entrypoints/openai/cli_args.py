@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import ssl
 from dataclasses import field
 from pathlib import Path
@@ -44,6 +45,13 @@ def _names_or_json(values: Any, info: ValidationInfo) -> Any:
 
 
 Names = Annotated[list[str], BeforeValidator(_names_or_json)]
+SteeringFiles = Annotated[
+    Names,
+    require(
+        lambda items: all(re.fullmatch(r"[\w.-]+=.+", item) for item in items),
+        "write each as NAME=PATH",
+    ),
+]
 ExistingFile = Annotated[str, require(lambda path: Path(path).is_file(), "there is no such file")]
 PathPrefix = Annotated[
     str,
@@ -136,6 +144,16 @@ class ServerSettings:
     max_hidden_states_mib: Annotated[float, ABOVE_0, FINITE] = 1024.0
     """Most MiB of hidden states and log-probabilities of one request, in a file or as the body of
     the reply; this server holds them in memory."""
+    steering_vectors: SteeringFiles = field(default_factory=list)
+    """Steering vectors that requests may name: NAME=PATH for each file (.safetensors, .pt or
+    .gguf) that says the layers of its vectors; or one JSON list."""
+    enable_steering_uploads: bool = False
+    """Let clients keep steering vectors on this server (POST /v1/steering_vectors)."""
+    max_steering_vectors: Count = 64
+    """Most names of steering vectors, those of steering_vectors included, before uploads are
+    refused."""
+    max_steering_mib: Annotated[float, ABOVE_0, FINITE] = 256.0
+    """Most MiB of these vectors."""
     request_timeout: Seconds | None = None
     """Time limit of a generation request; after it the request is aborted and gets 504. Default:
     no limit."""

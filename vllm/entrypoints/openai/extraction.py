@@ -29,6 +29,7 @@ from vllm.hidden_states.tensor_file import bytes_of, dtype_name, file_parts
 from vllm.inputs import ParsedPrompt
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import SamplingParams
+from vllm.steering import SteeringSpec
 from vllm.utils.text import safe_name
 from vllm.utils.whole_files import temporary_path
 from vllm.v1.engine.extraction import ByteLimit, ExtractionSettings
@@ -102,9 +103,14 @@ class Extraction:
         return self._delivery == "auto"
 
     async def run(
-        self, prompts: Sequence[ParsedPrompt], params: SamplingParams | None, num_choices: int
+        self,
+        prompts: Sequence[ParsedPrompt],
+        params: SamplingParams | None,
+        num_choices: int,
+        steering: Sequence[SteeringSpec] | None,
     ) -> list[HiddenStatesSample]:
         """Return the rows of each choice. params: to generate with; None: rows of the prompts.
+        steering: added to that of ``params``.
 
         ValueError: they cannot be served.
         """
@@ -129,6 +135,7 @@ class Extraction:
             logprob_temperature=options.logprob_temperature or 1.0,
             sampling_params=params,
             hooks=options.hooks,
+            steering=steering,
             byte_limit=self._limit,
         )
         requests = [ExtractRequest(_as_prompt(one), mask=options.mask) for one in prompts]

@@ -48,10 +48,12 @@ from vllm.entrypoints.openai.responses import (
     Usage,
 )
 from vllm.entrypoints.openai.state import ServerState
+from vllm.entrypoints.openai.steering import requested_steering
 from vllm.inputs import ParsedPrompt
 from vllm.logger import init_logger
 from vllm.outputs import CompletionOutput, Logprob, PromptLogprobs, RequestOutput
 from vllm.sampling_params import SamplingParams
+from vllm.steering import SteeringVector
 from vllm.utils.async_utils import merge_async_iterators
 from vllm.utils.text import brief
 from vllm.v1.engine import EngineCoreRequest
@@ -111,6 +113,7 @@ class Generation(ABC, Generic[BodyT]):
         self.extraction = None if rows is None else Extraction(state, rows)
         """The rows that the body asks for."""
         self.prompts: list[ParsedPrompt] = []
+        self._steering: list[SteeringVector] = []
         self._params: SamplingParams | None = None
         """Settings of a request that asks for rows."""
         self._request = request
@@ -161,6 +164,7 @@ class Generation(ABC, Generic[BodyT]):
 
     def _prepare(self) -> None:
         options = self.wanted()
+        self._steering = requested_steering(self.state, self.body)
         max_tokens = options.max_tokens
         if self.extraction is not None:
             max_tokens = max_tokens or 0
@@ -175,7 +179,7 @@ class Generation(ABC, Generic[BodyT]):
             return
         logprobs = options.logprobs
         self._params = make_sampling_params(
-            self.state, self.body, max_tokens=max_tokens, logprobs=logprobs
+            self.state, self.body, self._steering, max_tokens=max_tokens, logprobs=logprobs
         )
 
     def _check_path(self, num_choices: int) -> None:
@@ -197,6 +201,7 @@ class Generation(ABC, Generic[BodyT]):
         params = make_sampling_params(
             state,
             body,
+            self._steering,
             max_tokens=max_tokens,
             logprobs=options.logprobs,
             prompt_logprobs=options.prompt_logprobs,
@@ -267,7 +272,8 @@ class Generation(ABC, Generic[BodyT]):
     async def _answer_with_rows(self, extraction: Extraction) -> Response:
         assert self._params is not None
         count, params = self.body.n or 1, self._params if self._params.max_tokens else None
-        samples = await extraction.run(self.prompts, params, count)
+        steering = None if params is not None else self._params.steering
+        samples = await extraction.run(self.prompts, params, count, steering)
         if extraction.is_stream:
             return await extraction.stream(samples[0])
         names = [self.request_id(index // count) for index in range(len(samples))]

@@ -38,6 +38,7 @@ MAX_ERRORS_TOLD = 20
 MAX_MESSAGES = 16384
 MAX_TOOLS = 1024
 MAX_HOOKS = 1024
+MAX_STEERING = 1024
 _names_logged: set[str] = set()
 
 
@@ -120,6 +121,16 @@ PositionsField = Annotated[
 ]
 
 
+SteeringLayers = Annotated[
+    _Id | Annotated[list[Annotated[Int64, Strict()]], Field(fail_fast=True), Tag("<list>")],
+    _one_of(_layer_form, "a layer id, or a list of them"),
+]
+SteeringPositions = Annotated[
+    _Text | Annotated[list[Annotated[Int64, Strict()]], Field(fail_fast=True), Tag("<list>")],
+    _one_of(_list_form, "all, prompt, generated, or a list of positions"),
+]
+
+
 class HiddenStatesRequest(Described):
     """The rows that a request asks for; the names are those of ``LLM.extract``."""
 
@@ -148,6 +159,53 @@ class HiddenStatesRequest(Described):
     a file if that is too large and the server has a storage folder."""
 
 
+class TensorField(Described):
+    """A tensor of floats in JSON."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    data: str
+    """Base64 of its elements, little-endian, in the order of rows."""
+    shape: Annotated[list[Annotated[Int64, Strict(), Field(ge=0)]], Field(max_length=3)]
+    dtype: Literal["float32", "float16", "bfloat16"] = "float32"
+
+
+class SteeringRequest(Described):
+    """Vectors to add to the stream: inline, or by name; fields are those of ``SteeringVector``."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: str | None = None
+    """Name of vectors that the server has, instead of ``vectors`` and ``layers``."""
+    vectors: TensorField | None = None
+    """[hidden], [layers, hidden] or [layers, positions, hidden]."""
+    layers: SteeringLayers | None = None
+    """Layer ids: i is the stream after i decoder layers."""
+    scale: float | None = None
+    """Factor of the vectors; 1 by default."""
+    positions: SteeringPositions | None = None
+    """Tokens to steer: ``"all"`` (default), ``"prompt"``, ``"generated"``, or a list."""
+    norm_match: bool | None = None
+    """Scale the vectors to the norm of the stream at each token, then by ``scale``."""
+
+
+SteeringField = Annotated[
+    _Text
+    | Annotated[SteeringRequest, Tag("<object>")]
+    | Annotated[
+        list[
+            Annotated[
+                _Text | Annotated[SteeringRequest, Tag("<object>")],
+                _one_of(_form, "an object, or a name of vectors"),
+            ]
+        ],
+        Field(fail_fast=True, max_length=MAX_STEERING),
+        Tag("<list>"),
+    ],
+    _one_of(_list_form, "an object, a name of vectors, or a list of them"),
+]
+
+
 class ExtraArguments(Described):
     """``vllm_xargs``: arguments for extensions."""
 
@@ -155,6 +213,8 @@ class ExtraArguments(Described):
 
     hidden_states: HiddenStatesRequest | None = None
     """The same as the field ``hidden_states`` of the body."""
+    steering: SteeringField | None = None
+    """The same as the field ``steering`` of the body."""
 
 
 class Message(TypedDict, total=False):
@@ -309,8 +369,10 @@ class GenerationBody(PromptFields):
     hidden_states: HiddenStatesRequest | None = None
     """Return rows of the tokens of prompt and output; no connector is needed. ``max_tokens``
     is then 0 by default, which generates nothing."""
+    steering: SteeringField | None = None
+    """Vectors to add to the stream of the request's tokens: objects, or names of vectors."""
     vllm_xargs: ExtraArguments | None = None
-    """Arguments for extensions: ``hidden_states``, as above."""
+    """Arguments for extensions: ``hidden_states`` and ``steering``, as above."""
     kv_transfer_params: dict[str, Any] | None = None
     """Options for the KV connector, such as ``{"include_output_tokens": true}``."""
 
@@ -365,6 +427,17 @@ class ChatCompletionRequest(ChatFields, GenerationBody):
     """Number of most likely tokens to report at each position, with ``logprobs``."""
     tool_choice: ToolChoice | None = None
     """"auto" (the default) or "none"."""
+
+
+class SteeringVectorsRequest(Body):
+    """Body of POST /v1/steering_vectors."""
+
+    name: str
+    """Name by which requests refer to the vectors; a name that exists gets the new ones."""
+    vectors: TensorField
+    """[hidden] for one layer, or [layers, hidden]."""
+    layers: SteeringLayers
+    """Layer ids: i is the stream after i decoder layers."""
 
 
 class PooledBody(ChatFields, PromptFields):
@@ -440,6 +513,7 @@ ChatBody = Annotated[ChatCompletionRequest, Depends(ChatCompletionRequest.read)]
 EmbeddingBody = Annotated[EmbeddingRequest, Depends(EmbeddingRequest.read)]
 PoolingBody = Annotated[PoolingRequest, Depends(PoolingRequest.read)]
 ClassificationBody = Annotated[ClassificationRequest, Depends(ClassificationRequest.read)]
+SteeringVectorsBody = Annotated[SteeringVectorsRequest, Depends(SteeringVectorsRequest.read)]
 TokenizeBody = Annotated[TokenizeRequest, Depends(TokenizeRequest.read)]
 DetokenizeBody = Annotated[DetokenizeRequest, Depends(DetokenizeRequest.read)]
 

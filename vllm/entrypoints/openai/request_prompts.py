@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -16,6 +17,7 @@ from vllm.entrypoints.openai.protocol import (
 from vllm.inputs import NO_TOKEN, ParsedPrompt
 from vllm.inputs.prompt_embeds import read_embeds
 from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.steering import SteeringVector
 from vllm.transformers_utils.chat_template import chat_text
 
 if TYPE_CHECKING:
@@ -29,7 +31,7 @@ _NOT_SERVED = (
 """Fields of other servers that would change the output, so they are refused. Other unknown fields
 are accepted."""
 _SETTINGS = (GenerationBody.model_fields.keys() & set(SamplingParams.__struct_fields__)) - {
-    "max_tokens", "prompt_logprobs", "top_k", "truncate_prompt_tokens"
+    "max_tokens", "prompt_logprobs", "steering", "top_k", "truncate_prompt_tokens"
 }  # fmt: skip
 """Fields that a request and SamplingParams share, except those with their own treatment."""
 
@@ -153,12 +155,15 @@ def check_max_tokens(number: int | None, max_model_len: int) -> None:
 
 
 def make_sampling_params(
-    state: ServerState, body: GenerationBody, **counted: int | None
+    state: ServerState,
+    body: GenerationBody,
+    steering: Sequence[SteeringVector] = (),
+    **counted: int | None,
 ) -> SamplingParams:
     """Return the settings of ``body``; defaults come from the checkpoint, then SamplingParams.
 
-    ``counted``: max_tokens, logprobs and prompt_logprobs. Raises ValueError or ApiError if a
-    setting cannot be served.
+    ``steering``: the vectors of its fields. ``counted``: max_tokens, logprobs and prompt_logprobs.
+    Raises ValueError or ApiError if a setting cannot be served.
     """
     values = body.__dict__
     settings: dict[str, Any] = dict(state.default_sampling)
@@ -169,6 +174,7 @@ def make_sampling_params(
     return SamplingParams.from_optional(
         **settings,
         **counted,
+        steering=list(steering) or None,
         output_kind=RequestOutputKind.DELTA if body.stream else RequestOutputKind.FINAL_ONLY,
         extra_args=_extra_args(body.kv_transfer_params),
     )

@@ -79,6 +79,27 @@ class HiddenStatesBody(Described):
     """Address of the file, if the server lets clients download files."""
 
 
+class SteeringVectorCard(Described):
+    """Steering vectors that the server keeps."""
+
+    id: str
+    """Name by which requests refer to them."""
+    object: str = "steering_vector"
+    created: int
+    layers: list[int]
+    """Layer ids at which they are added."""
+    width: int
+    """Elements of each vector."""
+    bytes: int
+
+
+class SteeringVectorList(Described):
+    """All steering vectors that the server keeps."""
+
+    object: str = "list"
+    data: list[SteeringVectorCard]
+
+
 class Choice(Described):
     """Fields of every choice."""
 

@@ -17,6 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connecto
 from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_tracker import TRANSFER_PARAMS
 from vllm.entrypoints.openai.errors import ApiError
 from vllm.entrypoints.openai.hidden_states_store import storage_options
+from vllm.entrypoints.openai.steering_store import SteeringStore
 from vllm.transformers_utils.tokenizer import make_decoder
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.version import __version__
@@ -49,6 +50,11 @@ class ServerState:
     is_draining: bool = False
     started_seconds: int = field(default_factory=lambda: int(time.time()))
     """Unix time of the start."""
+    steering: SteeringStore = field(init=False)
+    """Steering vectors by name."""
+
+    def __post_init__(self) -> None:
+        self.steering = SteeringStore(self.settings, self.engine)
 
     async def beside_loop(
         self, request: Request, function: Callable[..., T], *arguments: object

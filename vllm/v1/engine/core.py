@@ -22,7 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.exceptions import Failure, FailureError, FailureKind, kind_of
 from vllm.logger import init_logger
 from vllm.plugins import load_general_plugins
-from vllm.steering import SteeringSpec
+from vllm.steering import SteeringSpec, check_fit
 from vllm.utils.boundaries import NORM, LayerId, num_layers_to_run
 from vllm.utils.math_utils import cdiv
 from vllm.v1.cache_kinds.base import KVCacheConfig
@@ -234,15 +234,7 @@ class EngineCore:
             architectures = ", ".join(model_config.architectures)
             raise ValueError(f"steering: {architectures} cannot be steered: {reason}")
         num_layers, width = model_config.get_total_num_hidden_layers(), model_config.get_row_size()
-        for spec in specs:
-            if spec.layer_id > num_layers:
-                raise ValueError(
-                    f"steering layers={spec.layer_id}: layer ids go from 0 to {num_layers}"
-                )
-            if spec.width != width:
-                raise ValueError(
-                    f"steering vectors: {spec.width} elements, but the stream has {width}"
-                )
+        check_fit(specs, num_layers, width)
 
     def _measure(self, spec: ExtractionSpec) -> tuple[ExtractionSpec, int]:
         """Return the spec with the size of its rows, and how many layers run for it.
