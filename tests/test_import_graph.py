@@ -30,6 +30,7 @@ PROBED = {
     },
     "vllm.model_executor.utils": "parameters of models from elsewhere",
     "vllm.ops.native": "what this version of torch has",
+    "vllm.steering.lens": "steering vectors of another package",
     "vllm.transformers_utils.config": "configs of transformers",
     "vllm.utils.cpu_utils": "what this system has",
     "vllm.utils.host_memory": "what this system has",

@@ -83,6 +83,9 @@ class RequestOutput:
     """Prompt tokens that were found in the prefix cache."""
     kv_transfer_params: dict[str, Any] | None = None
     """The ``kv_transfer_params`` of the first completion."""
+    activations: dict[str, torch.Tensor] | None = None
+    """``residual_stream`` [layers, tokens, hidden] of a finished request that has
+    ``extra_args["output_residual_stream"]``; the last token is left out."""
 
 
 OutputT = TypeVar("OutputT")

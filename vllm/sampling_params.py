@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, NoReturn, get_type_hints
 import msgspec
 
 from vllm.exceptions import VLLMValidationError
-from vllm.steering import SteeringSpec, steering_specs
+from vllm.steering import SteeringSpec, lens, steering_specs
 from vllm.utils.text import brief
 
 _GREEDY_BELOW_TEMPERATURE = 1e-5
@@ -98,10 +98,21 @@ class SamplingParams(msgspec.Struct, kw_only=True):
         self.stop = [self.stop] if isinstance(self.stop, str) else _as_list(self.stop)
         self.stop_token_ids = _as_list(self.stop_token_ids)
         self.bad_words = _as_list(self.bad_words)
+        self._take_steering_of_lens()
         self.steering = None if self.steering is None else steering_specs(self.steering) or None
         self.logprobs = 1 if self.logprobs is True else self.logprobs
         self.prompt_logprobs = 1 if self.prompt_logprobs is True else self.prompt_logprobs
         self.seed = None if _is_integer(self.seed) and self.seed == -1 else self.seed
+
+    def _take_steering_of_lens(self) -> None:
+        """Move vectors that stand in ``extra_args``, as vllm-lens has them, to ``steering``."""
+        if not isinstance(self.extra_args, dict) or lens.STEERING not in self.extra_args:
+            return
+        self.extra_args = dict(self.extra_args)
+        vectors = self.extra_args.pop(lens.STEERING)
+        if vectors is not None:
+            own = [] if self.steering is None else steering_specs(self.steering)
+            self.steering = [*own, *steering_specs(lens.steering_of(vectors))]
 
     @classmethod
     def from_optional(cls, **settings: Any) -> SamplingParams:
@@ -313,6 +324,7 @@ def _check_mappings(params: SamplingParams) -> None:
     transfer = extra.get("kv_transfer_params")
     if transfer is not None and not isinstance(transfer, dict):
         _fail('extra_args["kv_transfer_params"]', transfer, "a dict")
+    lens.check_options(extra)
 
 
 def _check_logit_bias(logit_bias: object) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 import json
 import threading
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
@@ -288,3 +290,84 @@ def test_files_of_the_command_line(item: str, message: str, server: LiveServer) 
 
     with pytest.raises(ValueError, match=message):
         SteeringStore(ServerSettings(steering_vectors=[item]), server.state.engine)
+
+
+def of_lens(tensor: dict[str, Any]) -> torch.Tensor:
+    """A tensor of a reply, by the format that vllm-lens documents."""
+    assert tensor.keys() == {"data", "dtype", "original_dtype", "shape"}
+    array = np.frombuffer(base64.b64decode(tensor["data"]), tensor["dtype"])
+    dtype = getattr(torch, tensor["original_dtype"].removeprefix("torch."))
+    return torch.from_numpy(array.copy()).view(dtype).reshape(tensor["shape"])
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_options_of_vllm_lens(path: str, server: LiveServer, reference: LLM) -> None:
+    """As its client sends them, JSON in texts of ``vllm_xargs``, and reads ``activations``."""
+    steering = [
+        {
+            "activations": {**as_json(DRAWN[:2]), "dtype": "float32"},
+            "layer_indices": [0, 2],
+            "scale": 1.5,
+            "norm_match": False,
+            "position_indices": None,
+        }
+    ]
+    own = [SteeringVector(DRAWN[:2], [1, 3], 1.5)]
+    prompt = {"prompt": IDS[1]} if path == COMPLETIONS else {
+        "messages": [{"role": "user", "content": "Why?"}]
+    }  # fmt: skip
+    xargs = {
+        "output_residual_stream": "[1, 3]",
+        "apply_steering_vectors": json.dumps(steering),
+        "activations_transport": "binary",
+    }
+    answer = post(server, path, **prompt, **GREEDY, vllm_xargs=xargs)
+    ids = answer.get("prompt_token_ids") or answer["choices"][0]["prompt_token_ids"]
+    assert answer["choices"][0]["token_ids"] == expected(reference, ids, *own)
+    rows = of_lens(answer["activations"]["residual_stream"])
+    (sample,) = reference.extract(
+        {"prompt_token_ids": ids},
+        layers=[2, 4],
+        steering=own,
+        sampling_params=SamplingParams(max_tokens=6, temperature=0, ignore_eos=True),
+    )
+    assert torch.equal(rows, sample.hidden_states[:-1].transpose(0, 1))
+    name = "vllm_xargs.activations_transport"
+    assert answer["warnings"] == [f"the field '{name}' is not known and has no effect"]
+    xargs.pop("output_residual_stream")
+    more = {"hidden_states": {"layers": [2]}, "steering": "calm"}
+    answer = post(server, path, **prompt, **GREEDY, vllm_xargs=xargs, **more)
+    (sample,) = reference.extract(
+        {"prompt_token_ids": ids},
+        layers=[2],
+        steering=[SteeringVector(DRAWN[:2], [1, 3]), *own],
+        sampling_params=SamplingParams(max_tokens=6, temperature=0, ignore_eos=True),
+    )
+    tensor = answer["choices"][0]["hidden_states"]["tensors"]["hidden_states"]
+    assert torch.equal(of_lens({**tensor, "original_dtype": "torch.float32"}), sample.hidden_states)
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"stream": True}, "not with stream=true, nor with several prompts"),
+        ({"prompt": IDS[:2]}, "not with stream=true, nor with several prompts"),
+        ({"n": 2, "temperature": 1}, "with n=2: ask for one answer"),
+        ({"max_tokens": 490, "prompt": [5] * 9}, "the rows take up to 574,848 bytes, and at most"),
+        ({"hidden_states": {"layers": [1]}}, "extract() returns the rows of its layers"),
+        ({"vllm_xargs": {"output_residual_stream": [4]}}, "a list of layers from 0 to 3"),
+        ({"vllm_xargs": {"output_residual_stream": 3}}, "body.vllm_xargs.output_residual_stream"),
+        ({"vllm_xargs": {"apply_hooks": "[]"}}, "apply_hooks"),
+        ({"vllm_xargs": {"output_qk": True}}, "queries and keys are not returned"),
+        ({"vllm_xargs": {"apply_steering_vectors": "[1]"}}, "each has to have activations"),
+    ],
+)
+def test_options_of_vllm_lens_that_cannot_be_served(
+    body: dict[str, Any], message: str, server: LiveServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limited = dataclasses.replace(server.state.settings, max_inline_hidden_states_mib=0.5)
+    monkeypatch.setattr(server.state, "settings", limited)
+    given = {"prompt": IDS[0], **GREEDY, "vllm_xargs": {"output_residual_stream": True}, **body}
+    status, error = ask(server, "POST", COMPLETIONS, **given)
+    assert status == 400 and message in error["error"]["message"], error
+    assert error["error"]["type"] in ("BadRequestError", "Bad Request")

@@ -13,9 +13,9 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing
-from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import msgspec
 from fastapi import Request
@@ -30,6 +30,7 @@ from vllm.entrypoints.openai.errors import (
     failed,
 )
 from vllm.entrypoints.openai.extraction import Extraction, as_output, requested_rows
+from vllm.entrypoints.openai.lens_replies import check_lens, lens_tensor
 from vllm.entrypoints.openai.limits import reply_files
 from vllm.entrypoints.openai.protocol import GenerationBody, StreamOptions, told_of_unknown
 from vllm.entrypoints.openai.request_prompts import (
@@ -59,6 +60,9 @@ from vllm.utils.text import brief
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.input_processor import ProcessedInput
 from vllm.v1.engine.renderer_threads import LONG_BYTES
+
+if TYPE_CHECKING:
+    import torch
 
 logger = init_logger(__name__)
 
@@ -176,6 +180,7 @@ class Generation(ABC, Generic[BodyT]):
             self.requests = [
                 self._process(index, prompt, options) for index, prompt in enumerate(self.prompts)
             ]
+            check_lens(self.state, self.body, self.requests)
             return
         logprobs = options.logprobs
         self._params = make_sampling_params(
@@ -250,7 +255,16 @@ class Generation(ABC, Generic[BodyT]):
         if self.body.stream:
             chunks = self._chunks()
             return EventStream(self._events(await anext(chunks), chunks))
-        return self._make_reply(await self._all_outputs())
+        outputs = await self._all_outputs()
+        reply = self._make_reply(outputs)
+        if (activations := outputs[0].activations) is None:
+            return reply
+        return await asyncio.to_thread(self._encoded, reply, activations)
+
+    def _encoded(self, reply: Reply, activations: Mapping[str, torch.Tensor]) -> Response:
+        """Encode a reply with large texts, which FastAPI would check, and on the event loop."""
+        reply.activations = {name: lens_tensor(tensor) for name, tensor in activations.items()}
+        return Response(reply.model_dump_json(), media_type="application/json")
 
     async def outputs(self) -> list[RequestOutput]:
         """Return the output of each prompt, instead of a reply; raises what :meth:`answer` does."""

@@ -206,6 +206,10 @@ SteeringField = Annotated[
 ]
 
 
+LensOption = str | bool | list[Any]
+"""An option of vllm-lens, which its client sends as JSON in a text."""
+
+
 class ExtraArguments(Described):
     """``vllm_xargs``: arguments for extensions."""
 
@@ -215,6 +219,14 @@ class ExtraArguments(Described):
     """The same as the field ``hidden_states`` of the body."""
     steering: SteeringField | None = None
     """The same as the field ``steering`` of the body."""
+    output_residual_stream: LensOption | None = None
+    """Layers as vllm-lens counts them, or true for all; the reply has rows in ``activations``."""
+    apply_steering_vectors: LensOption | None = None
+    """Steering vectors in the form of vllm-lens."""
+    apply_hooks: LensOption | None = None
+    """An option of vllm-lens that is refused."""
+    output_qk: LensOption | None = None
+    """An option of vllm-lens that is refused."""
 
 
 class Message(TypedDict, total=False):

@@ -17,7 +17,7 @@ from vllm.entrypoints.openai.protocol import (
 from vllm.inputs import NO_TOKEN, ParsedPrompt
 from vllm.inputs.prompt_embeds import read_embeds
 from vllm.sampling_params import RequestOutputKind, SamplingParams
-from vllm.steering import SteeringVector
+from vllm.steering import SteeringVector, lens
 from vllm.transformers_utils.chat_template import chat_text
 
 if TYPE_CHECKING:
@@ -176,7 +176,7 @@ def make_sampling_params(
         **counted,
         steering=list(steering) or None,
         output_kind=RequestOutputKind.DELTA if body.stream else RequestOutputKind.FINAL_ONLY,
-        extra_args=_extra_args(body.kv_transfer_params),
+        extra_args=_extra_args(body),
     )
 
 
@@ -199,11 +199,14 @@ def _check_settings(state: ServerState, body: GenerationBody) -> None:
         raise bad_request(f"response_format: the type {form!r} is not supported, only 'text'")
 
 
-def _extra_args(kv_transfer_params: dict[str, Any] | None) -> dict[str, Any] | None:
+def _extra_args(body: GenerationBody) -> dict[str, Any] | None:
+    kv_transfer_params, xargs = body.kv_transfer_params, body.vllm_xargs
+    extra = {} if xargs is None else {name: getattr(xargs, name) for name in lens.OPTIONS}
+    extra = {name: value for name, value in extra.items() if value is not None}
     if kv_transfer_params is None:
-        return None
+        return extra or None
     try:
         msgspec.msgpack.encode(kv_transfer_params)
     except (OverflowError, RecursionError) as error:
         raise bad_request(f"kv_transfer_params: {error}") from None
-    return {"kv_transfer_params": kv_transfer_params}
+    return {**extra, "kv_transfer_params": kv_transfer_params}

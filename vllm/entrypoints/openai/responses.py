@@ -79,6 +79,12 @@ class HiddenStatesBody(Described):
     """Address of the file, if the server lets clients download files."""
 
 
+class LensTensor(TensorBody):
+    """A tensor in JSON as vllm-lens reads it; ``dtype`` is numpy's for the same bits."""
+
+    original_dtype: str
+
+
 class SteeringVectorCard(Described):
     """Steering vectors that the server keeps."""
 
@@ -128,6 +134,8 @@ class Reply(Answer):
     service_tier: None = None
     system_fingerprint: str
     usage: Usage
+    activations: WhenKnown[dict[str, LensTensor]] = None
+    """``residual_stream`` [layers, tokens, hidden], for ``output_residual_stream`` of vllm-lens."""
 
 
 class Chunk(Answer):

@@ -8,18 +8,20 @@ from collections.abc import Sequence
 from numbers import Integral
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+import msgspec
+
 from vllm.exceptions import VLLMValidationError
 from vllm.inputs import NO_TOKEN, ParsedPrompt, PromptType, parse_prompt
 from vllm.inputs.prompt_embeds import pack_prompt_embeds
 from vllm.sampling_params import ALL_LOGPROBS, SamplingParams
-from vllm.steering import SteeringSpec, steering_digest
+from vllm.steering import SteeringSpec, lens, steering_digest
 from vllm.transformers_utils.tokenizer import (
     TokenizerLike,
     has_second_bos,
     is_certainly_longer,
 )
 from vllm.utils.text import brief, check_text
-from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.engine import EngineCoreRequest, GenerationSpec
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -99,7 +101,26 @@ class InputProcessor:
                 '(speculative_config={"method": "extract_hidden_states", ...})',
                 parameter="max_tokens",
             )
-        return self._process(external_id, prompt, params, arrival_time, int(priority))
+        processed = self._process(external_id, prompt, params, arrival_time, int(priority))
+        return self._with_rows_of_lens(processed)
+
+    def _with_rows_of_lens(self, processed: ProcessedInput) -> ProcessedInput:
+        """Let a request return the rows that ``extra_args`` asks for, as vllm-lens has it."""
+        request, params = processed.request, processed.request.sampling_params
+        asked = (params.extra_args or {}).get(lens.ROWS)
+        if asked is None or asked is False:
+            return processed
+        layer_ids = lens.rows_of(asked, self._model_config.get_total_num_hidden_layers())
+        if params.n > 1:
+            lens.fail(lens.ROWS, f"with n={params.n}: ask for one answer, or use extract()")
+        if self._extracts:
+            lens.fail(
+                lens.ROWS,
+                "this engine gives rows to its KV connector (speculative_config); use an engine "
+                "without it",
+            )
+        spec = GenerationSpec(layer_ids, num_prompt_tokens=len(request.prompt_token_ids))
+        return processed._replace(request=msgspec.structs.replace(request, extraction=spec))
 
     def process_extraction(
         self,
@@ -341,6 +362,8 @@ def _checked_for_rows(params: object) -> SamplingParams:
             "max_tokens=0: generates nothing; leave sampling_params out for rows of prompts alone",
             parameter="max_tokens",
         )
+    if lens.ROWS in (params.extra_args or {}):
+        lens.fail(lens.ROWS, "extract() returns the rows of its layers; leave it out")
     if params.prompt_logprobs is not None:
         raise VLLMValidationError(
             f"prompt_logprobs={params.prompt_logprobs}: extract() does not return them; use "

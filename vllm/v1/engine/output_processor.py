@@ -13,6 +13,7 @@ from vllm.exceptions import FailureKind
 from vllm.logger import init_logger
 from vllm.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from vllm.sampling_params import RequestOutputKind
+from vllm.steering import lens
 from vllm.transformers_utils.tokenizer import TokenizerLike
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.engine.detokenizer import Detokenizer
@@ -46,6 +47,11 @@ class _UserRequest:
     kv_transfer_params: dict[str, Any] | None = None
     completions: dict[int, CompletionOutput] = field(default_factory=dict)
     """Finished ones, kept until all are finished if the user wants a single output."""
+
+    @property
+    def is_of_lens(self) -> bool:
+        """True if the user gets rows as vllm-lens returns them."""
+        return lens.ROWS in (self.request.sampling_params.extra_args or {})
 
 
 class _Completion:
@@ -221,6 +227,14 @@ class OutputProcessor:
         for output in outputs:
             if output.index == 0:
                 user_request.kv_transfer_params = output.kv_transfer_params
+        activations = None
+        extracted = outputs[0].extracted
+        if extracted is not None and user_request.is_of_lens:
+            outputs[0].extracted = None
+            prompt = user_request.request.prompt_token_ids
+            num_rows = len(prompt) + len(completion.detokenizer.token_ids) - 1
+            rows = extracted.hidden_states[:num_rows].transpose(0, 1).contiguous()
+            activations = {"residual_stream": rows}
         prompt_logprobs = completion.logprobs.prompt
         if user_request.request.sampling_params.output_kind is RequestOutputKind.DELTA:
             completion.logprobs.prompt = None
@@ -234,6 +248,7 @@ class OutputProcessor:
             metrics=user_request.metrics,
             num_cached_tokens=user_request.num_cached_tokens,
             kv_transfer_params=user_request.kv_transfer_params,
+            activations=activations,
         )
 
 

@@ -1,0 +1,139 @@
+"""The options of vllm-lens in ``SamplingParams.extra_args``: steering vectors and rows.
+
+Its layer k is the output of decoder layer k, counted from 0, so it is layer id k + 1 here.
+Source: https://github.com/UKGovernmentBEIS/vllm-lens (1.3).
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from vllm.exceptions import VLLMValidationError
+from vllm.steering import SteeringVector
+from vllm.steering.files import MOST_BYTES
+from vllm.utils.text import brief
+
+if TYPE_CHECKING:
+    import torch
+
+STEERING = "apply_steering_vectors"
+ROWS = "output_residual_stream"
+_REFUSED = {
+    "apply_hooks": "it runs code of the request; use hooks= of extract(), or steering",
+    "output_qk": "queries and keys are not returned; use hooks= of extract() for other values",
+}
+OPTIONS = (STEERING, ROWS, *_REFUSED)
+"""Its options that have an effect or are refused."""
+_FIELDS = {"activations", "layer_indices", "scale", "norm_match", "position_indices"}
+_DTYPES = ("float32", "float16", "bfloat16")
+
+
+def check_options(extra: Mapping[str, Any]) -> None:
+    """Raise ValueError for options of vllm-lens that have no counterpart here."""
+    for name, reason in _REFUSED.items():
+        if extra.get(name) is not None:
+            fail(name, f"is not supported: {reason}")
+
+
+def steering_of(value: object) -> list[SteeringVector]:
+    """Return the vectors of ``apply_steering_vectors``: objects with the attributes of vllm-lens'
+    SteeringVector, dicts of its JSON, or a text of JSON."""
+    value = _parsed(STEERING, value)
+    if not isinstance(value, list | tuple):
+        fail(STEERING, f"{brief(value)}: has to be a list of steering vectors")
+    return [_vector(one) for one in value]
+
+
+def rows_of(value: Any, num_layers: int) -> tuple[int, ...]:
+    """Return the layer ids of ``output_residual_stream``, ascending.
+
+    ValueError: they are not layers of the model.
+    """
+    value = _parsed(ROWS, value)
+    layers = range(num_layers) if value is True else value
+    is_list = isinstance(layers, list | tuple | range) and bool(layers)
+    if not is_list or not all(type(one) is int and 0 <= one < num_layers for one in layers):
+        expected = f"true, or a list of layers from 0 to {num_layers - 1}"
+        fail(ROWS, f"{brief(value)}: has to be {expected}")
+    return tuple(sorted({one + 1 for one in layers}))
+
+
+def _parsed(name: str, value: Any) -> Any:
+    """Return the content of JSON, which HTTP clients send as text, or the value itself."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError) as error:
+        fail(name, f"it is not JSON: {error}")
+
+
+def _vector(one: Any) -> SteeringVector:
+    given = one
+    if not isinstance(one, Mapping):
+        given = {name: getattr(one, name) for name in _FIELDS if hasattr(one, name)}
+    unknown = sorted(map(str, given.keys() - _FIELDS))
+    if unknown or not {"activations", "layer_indices"} <= given.keys():
+        expected = "activations and layer_indices, and only fields of vllm-lens' SteeringVector"
+        fail(STEERING, f"{brief(unknown or one)}: each has to have {expected}")
+    vectors, layers = _tensor(given["activations"]), given["layer_indices"]
+    places = given.get("position_indices")
+    if vectors.dim() not in (2, 3):
+        fail(STEERING, f"activations have {vectors.dim()} dimensions: has to be 2 or 3")
+    if vectors.dim() == 2 and places is not None:
+        fail(
+            STEERING,
+            "position_indices with activations [layers, hidden], which are added everywhere: give "
+            "[layers, positions, hidden]",
+        )
+    if not isinstance(layers, list | tuple) or not all(type(one) is int for one in layers):
+        fail(STEERING, f"layer_indices={brief(layers)}: has to be a list of layers")
+    if len({*layers}) < len(layers):
+        fail(STEERING, f"layer_indices={brief(layers)}: has a layer twice")
+    positions: Any = "all"
+    if vectors.dim() == 3:
+        positions = range(vectors.shape[1]) if places is None else places
+    return SteeringVector(
+        vectors,
+        [layer + 1 for layer in layers],
+        given.get("scale", 1.0),
+        positions,
+        given.get("norm_match", False),
+    )
+
+
+def _tensor(value: Any) -> torch.Tensor:
+    """Return a tensor, or that of a dict of vllm-lens' JSON, whose data may be compressed."""
+    import torch
+
+    if torch.is_tensor(value):
+        return value
+    try:
+        name, shape = value.get("original_dtype") or value["dtype"], value["shape"]
+        name = name.removeprefix("torch.")
+        dtype: torch.dtype = getattr(torch, name) if name in _DTYPES else _fail_dtype(name)
+        num_bytes = math.prod(shape) * dtype.itemsize
+        if not 0 < num_bytes <= MOST_BYTES:
+            raise ValueError(f"shape {brief(shape)} has {num_bytes} bytes")
+        data = base64.b64decode(value["data"], validate=True)
+        if value.get("compression") == "zstd":
+            import pyarrow
+
+            data = pyarrow.decompress(data, num_bytes, "zstd", asbytes=True)
+        return torch.frombuffer(bytearray(data), dtype=dtype).reshape(shape)
+    except Exception as error:  # whatever damaged JSON leads to
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        fail(STEERING, f"activations are not a tensor of vllm-lens' JSON: {reason}")
+
+
+def _fail_dtype(name: object) -> NoReturn:
+    raise ValueError(f"dtype {brief(name)}: has to be one of {', '.join(_DTYPES)}")
+
+
+def fail(name: str, problem: str) -> NoReturn:
+    """Raise the error for an option of vllm-lens."""
+    raise VLLMValidationError(f'extra_args["{name}"]: {problem}', parameter="extra_args")
