@@ -45,7 +45,7 @@ from vllm.v1.engine import ExtractionSpec, GenerationSpec
 from vllm.v1.engine.generated_rows import RowsOfText
 from vllm.v1.engine.input_processor import InputProcessor, ProcessedInput, TruncationSide
 from vllm.v1.outputs import ExtractedRows
-from vllm.v1.rows.fields.activations import is_hook_name
+from vllm.v1.rows.fields.activations import checked_hooks
 from vllm.v1.rows.fields.hidden import STORAGE_DTYPES, HiddenStates
 from vllm.v1.rows.fields.layout import RowLayout, TensorForm
 from vllm.v1.rows.fields.requested import requested_fields
@@ -160,20 +160,6 @@ def check_logprobs(count: object, temperature: object) -> None:
     is_number = isinstance(temperature, int | float) and not isinstance(temperature, bool)
     if not is_number or not 1e-4 <= cast("float", temperature) <= 1e4:
         raise ValueError(f"logprob_temperature={temperature!r}: has to be in [0.0001, 10000]")
-
-
-def checked_hooks(hooks: object) -> tuple[str, ...]:
-    """Return the names of hook points, each once. ValueError: they are not names."""
-    names = [hooks] if isinstance(hooks, str) else [] if hooks is None else hooks
-    are_names = isinstance(names, list | tuple) and all(
-        isinstance(name, str) and is_hook_name(name) for name in names
-    )
-    if not are_names:
-        raise ValueError(
-            f"hooks={brief(hooks)}: has to be a list of names such as 'blocks.3.hook_attn_out' or "
-            "'model.layers.3.mlp'"
-        )
-    return tuple(dict.fromkeys(cast("list[str]", names)))
 
 
 _resolve_layers = lru_cache(maxsize=256)(resolve_layer_ids)

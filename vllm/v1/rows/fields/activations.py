@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 
 from vllm.exceptions import Failure, FailureKind
 from vllm.forward_context import HIDDEN_STATES
 from vllm.utils.boundaries import LayerId
+from vllm.utils.text import brief
 from vllm.v1.rows.fields.layout import Cells, Field, TensorForm
 
 HOOKS = "hooks"
@@ -102,3 +103,17 @@ class StreamActivation(Activation):
 def is_hook_name(name: str) -> bool:
     """Tell whether a tensor is named after a hook point. No other field's name has a dot."""
     return "." in name
+
+
+def checked_hooks(hooks: object) -> tuple[str, ...]:
+    """Return the names of hook points, each once. ValueError: they are not names."""
+    names = [hooks] if isinstance(hooks, str) else [] if hooks is None else hooks
+    are_names = isinstance(names, list | tuple) and all(
+        isinstance(name, str) and is_hook_name(name) for name in names
+    )
+    if not are_names:
+        raise ValueError(
+            f"hooks={brief(hooks)}: has to be a list of names such as 'blocks.3.hook_attn_out' or "
+            "'model.layers.3.mlp'"
+        )
+    return tuple(dict.fromkeys(cast("list[str]", names)))
