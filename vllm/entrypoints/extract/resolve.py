@@ -34,6 +34,7 @@ from vllm.v1.rows.fields.requested import requested_fields
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.model_executor.hook_points import HookPoint
     from vllm.v1.rows.fields.activations import Activation
 
 logger = init_logger(__name__)
@@ -185,14 +186,21 @@ class Resolved:
     @cached_property
     def _activations(self) -> list[Activation]:
         """The fields of the hooks, as the dataset stores them."""
-        from vllm.model_report.hooks import hooks_of
-
-        names = self.options.hook_names
-        points = hooks_of(self._make_config()) if names else None
         stored: torch.dtype | None = STORAGE_DTYPES[self.storage_dtype]
         if stored is FP8:  # means are bfloat16, other values as they are
             stored = torch.bfloat16 if self.options.pooling == "mean" else None
-        return [] if points is None else [points.find(one).field(one, stored) for one in names]
+        return [point.field(name, stored) for name, point in self.points.items()]
+
+    @cached_property
+    def points(self) -> dict[str, HookPoint]:
+        """The hook points by the names in the options. ValueError: the model lacks one."""
+        from vllm.model_report.hooks import hooks_of
+
+        names = self.options.hook_names
+        if not names:
+            return {}
+        points = hooks_of(self._make_config())
+        return {name: points.find(name) for name in names}
 
     @cached_property
     def _identity(self) -> dict[str, Any]:

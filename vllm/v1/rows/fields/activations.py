@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, cast
@@ -14,6 +15,7 @@ from vllm.utils.boundaries import LayerId
 from vllm.utils.text import brief
 from vllm.v1.rows.fields.layout import Cells, Field, TensorForm
 
+_IN_LAYER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
 HOOKS = "hooks"
 """The source: values at hook points, put under the first name of the point."""
 
@@ -117,3 +119,19 @@ def checked_hooks(hooks: object) -> tuple[str, ...]:
             "'model.layers.3.mlp'"
         )
     return tuple(dict.fromkeys(cast("list[str]", names)))
+
+
+def layer_of(path: str) -> int | None:
+    """Return the number of the decoder layer in a module's path; None: it is in none."""
+    found = _IN_LAYER.search(path)
+    return None if found is None else int(found[1])
+
+
+Place = tuple[int, str]
+"""Number of a layer, and the rest of a name after it."""
+
+
+def place_of(name: str) -> Place:
+    """Return the number of the layer in a name, -1 if there is none, and the rest after it."""
+    found = _IN_LAYER.search(name)
+    return (-1, name) if found is None else (int(found[1]), name[found.end() :])

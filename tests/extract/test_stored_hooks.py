@@ -14,7 +14,7 @@ import torch
 
 from tests.engine.harness import engine
 from tests.engine.test_hooks import Oracle, place_of
-from tests.extract.job_harness import digests, token_lists, write_token_ids
+from tests.extract.job_harness import digests, rewrite, token_lists, write_token_ids
 from tests.models.oracle import relative_error
 from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.extract.job import load_llm, run_job
@@ -48,7 +48,12 @@ def extract(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Extra
     folder = tmp_path_factory.mktemp("data")
     data = write_token_ids(folder / "data.jsonl", LISTS)
 
-    def run(output: Path | None = None, engine: dict[str, Any] | None = None, **more: Any) -> Path:
+    def run(
+        output: Path | None = None,
+        engine: dict[str, Any] | None = None,
+        status: int = 0,
+        **more: Any,
+    ) -> Path:
         output = output or tmp_path_factory.mktemp("job") / "out"
         merged: dict[str, Any] = {
             "input": [str(data)],
@@ -59,7 +64,7 @@ def extract(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Extra
             **more,
         }
         args = EngineArgs(model=str(tiny_llama), max_num_batched_tokens=48, **(engine or {}))
-        assert run_job(ExtractOptions(**merged), args, load_llm) == 0
+        assert run_job(ExtractOptions(**merged), args, load_llm) == status
         return output
 
     return run
@@ -228,6 +233,42 @@ def test_bad_options(options: dict[str, Any], message: str, extract: Extract) ->
     with pytest.raises(ValueError) as error:
         extract(**options)
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_recomputed_with_transformers(
+    dtype: str,
+    extract: Extract,
+    tiny_llama: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    made = extract(engine={"dtype": dtype}, verify=5, layers="0,last")
+    lines = capsys.readouterr().out.splitlines()
+    for name in HOOKS:
+        (line,) = [one for one in lines if one.strip().startswith(name) and "hooks" not in one]
+        is_module = name in ("model.layers.1.self_attn", "blocks.0.mlp.hook_out", HOOKS[4])
+        assert ("within" if is_module else "not compared") in line
+
+    def change(sample: HiddenStatesSample) -> HiddenStatesSample:
+        return sample.with_tensors(**{HOOKS[3]: sample.tensors[HOOKS[3]] * 1.2})
+
+    other = rewrite(made, tmp_path / "other", change)
+    assert list(verify_dataset(str(other))) == []
+    capsys.readouterr()
+    found = extract(other, engine={"dtype": dtype}, status=1, verify=5, layers="0,last")
+    lines = capsys.readouterr().out.splitlines()
+    assert found == other and sum("BEYOND" in one and HOOKS[3] in one for one in lines) == 1
+
+
+def test_verify_finds_values_that_are_not_finite(made: Path, tmp_path: Path) -> None:
+    """The writer does not see them, so that checksums are right."""
+
+    def change(sample: HiddenStatesSample) -> HiddenStatesSample:
+        return sample.with_tensors(**{HOOKS[1]: sample.tensors[HOOKS[1]] / 0})
+
+    other = rewrite(made, tmp_path / "other", change)
+    assert any(f"{HOOKS[1]} of row 0 is not finite" in one for one in verify_dataset(str(other)))
 
 
 _WRITE_A_SHARD = """
