@@ -68,15 +68,25 @@ def file_parts(
     """Return the content of a file of dense host tensors: its header, with checksums, then the
     bytes of each tensor, which are not copied."""
     parts = [bytes_of(tensor) for tensor in tensors.values()]
-    sums = {CHECKSUM_KEY + k: checksum(part) for k, part in zip(tensors, parts, strict=True)}
-    entries: dict[str, object] = {"__metadata__": {**metadata, **sums}}
+    forms = {name: TensorForm(one.dtype, tuple(one.shape)) for name, one in tensors.items()}
+    return [memoryview(file_header(forms, {**metadata, **checksums_of(tensors)})), *parts]
+
+
+def checksums_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """Return the metadata with the checksums of dense host tensors."""
+    return {CHECKSUM_KEY + name: checksum(bytes_of(one)) for name, one in tensors.items()}
+
+
+def file_header(forms: Mapping[str, TensorForm], metadata: Mapping[str, str]) -> bytes:
+    """Return the header of a file of tensors of these whole forms, one after another."""
+    entries: dict[str, object] = {"__metadata__": metadata}
     end = 0
-    for (name, tensor), part in zip(tensors.items(), parts, strict=True):
-        entries[name] = _entry(tensor.dtype, list(tensor.shape), end, end + len(part))
-        end += len(part)
+    for name, form in forms.items():
+        start, end = end, end + form.num_bytes
+        entries[name] = _entry(form.dtype, list(form.shape), start, end)
     text = _json(entries)
     text = text.ljust(len(text) + -(8 + len(text)) % _HEADER_ALIGNMENT_BYTES)
-    return [memoryview(struct.pack("<Q", len(text)) + text), *parts]
+    return struct.pack("<Q", len(text)) + text
 
 
 class SpooledTensor:

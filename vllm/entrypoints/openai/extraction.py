@@ -15,12 +15,14 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing, suppress
 from typing import TYPE_CHECKING, Any
 
+import torch
 from fastapi import Request
 from starlette.responses import Response, StreamingResponse
 
 from vllm.entrypoints.openai.errors import bad_request, failed
 from vllm.entrypoints.openai.protocol import GenerationBody, HiddenStatesRequest
 from vllm.entrypoints.openai.responses import HiddenStatesBody, TensorBody
+from vllm.entrypoints.openai.row_stream import RowBody, RowStreamResponse
 from vllm.entrypoints.openai.state import ServerState
 from vllm.exceptions import Failure, FailureKind
 from vllm.hidden_states.layer_ids import convention_of
@@ -117,9 +119,31 @@ class Extraction:
             )
         if self._state.store is not None and self._delivery != "inline":
             self._state.store.check_quota()
-        settings = ExtractionSettings(
+        requests = [ExtractRequest(_as_prompt(one), mask=options.mask) for one in prompts]
+        samples: list[Any] = []
+        settings = self._settings(params)
+        async with aclosing(self._state.engine.extract_with(requests, settings)) as found:
+            async for sample in found:
+                samples.append(sample)  # noqa: PERF401
+        return samples
+
+    async def begin_stream(self, prompt: ParsedPrompt) -> Response | None:
+        """Return a reply whose rows are sent as they are computed; None if that cannot be."""
+        options = self._options
+        if not self.is_stream or options.pooling not in (None, "none"):
+            return None
+        request = ExtractRequest(_as_prompt(prompt), mask=options.mask)
+        parts = await self._state.engine.extract_in_parts(request, self._settings(None))
+        if parts is None:
+            return None
+        body = RowBody(parts, self._places_of(parts.sample), self._metadata, self._folder)
+        return RowStreamResponse(body, await body.begin(), _MEDIA_TYPE)
+
+    def _settings(self, params: SamplingParams | None) -> ExtractionSettings:
+        options = self._options
+        return ExtractionSettings(
             layers=options.layers,
-            positions="all" if options.positions is None else options.positions,
+            positions=self._positions,
             dtype=options.dtype,
             is_ordered=True,
             on_error="raise",
@@ -131,12 +155,10 @@ class Extraction:
             hooks=options.hooks,
             byte_limit=self._limit,
         )
-        requests = [ExtractRequest(_as_prompt(one), mask=options.mask) for one in prompts]
-        samples: list[Any] = []
-        async with aclosing(self._state.engine.extract_with(requests, settings)) as found:
-            async for sample in found:
-                samples.append(sample)  # noqa: PERF401
-        return samples
+
+    @property
+    def _positions(self) -> str | list[int]:
+        return "all" if self._options.positions is None else self._options.positions
 
     @property
     def is_stream(self) -> bool:
@@ -197,18 +219,24 @@ class Extraction:
 
     def _parts(self, sample: HiddenStatesSample) -> list[memoryview]:
         """Return the content of a sample's file."""
-        options, constants = self._options, dict(sample.constants)
         tensors = {name: tensor.contiguous() for name, tensor in sample.tensors.items()}
-        tensors["token_ids"] = sample.token_ids
-        positions = options.positions or "all"
-        if positions != "all" or options.pooling:
+        return file_parts(tensors | self._places_of(sample), self._metadata(sample))
+
+    def _places_of(self, sample: HiddenStatesSample) -> dict[str, torch.Tensor]:
+        """Return the tensors that tell the tokens of the rows."""
+        tensors = {"token_ids": sample.token_ids}
+        if self._positions != "all" or self._options.pooling:
             tensors["positions"] = sample.positions.contiguous()
+        return tensors
+
+    def _metadata(self, sample: HiddenStatesSample) -> dict[str, str]:
+        options, constants, positions = self._options, dict(sample.constants), self._positions
         model = self._state.engine.model_config
         more = {} if options.pooling in (None, "none") else {"pooling": str(options.pooling)}
         if (output := sample.output) is not None:
             more |= {"num_prompt_tokens": str(sample.num_prompt_tokens), "text": output.text}
             more["finish_reason"] = str(output.finish_reason)
-        metadata = {
+        return {
             "model": self._state.model_name,
             "layer_ids": json.dumps(sample.layer_ids),
             "layer_convention": convention_of(sample.layer_ids),
@@ -220,7 +248,6 @@ class Extraction:
             **StoredNames(tuple(sample.other_tensors), tuple(constants)).metadata,
             **{name: json.dumps(list(values)) for name, values in constants.items()},
         }
-        return file_parts(tensors, metadata)
 
 
 def as_output(prompt: ParsedPrompt, samples: Sequence[HiddenStatesSample]) -> RequestOutput:

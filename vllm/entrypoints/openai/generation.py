@@ -267,6 +267,10 @@ class Generation(ABC, Generic[BodyT]):
     async def _answer_with_rows(self, extraction: Extraction) -> Response:
         assert self._params is not None
         count, params = self.body.n or 1, self._params if self._params.max_tokens else None
+        if params is None and len(self.prompts) * count == 1:
+            stream = await extraction.begin_stream(self.prompts[0])
+            if stream is not None:
+                return stream
         samples = await extraction.run(self.prompts, params, count)
         if extraction.is_stream:
             return await extraction.stream(samples[0])

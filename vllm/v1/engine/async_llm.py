@@ -17,16 +17,16 @@ from collections.abc import (
 from contextlib import aclosing
 from functools import partial
 from itertools import count
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 
 from vllm.distributed.kv_events import events_from_message
 from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (
     cleanup_hidden_states,
 )
-from vllm.exceptions import Failure
+from vllm.exceptions import Failure, FailureKind
 from vllm.hidden_states.layer_ids import Layers
 from vllm.hidden_states.names import Pooling
-from vllm.hidden_states.sample import FailedSample, HiddenStatesSample
+from vllm.hidden_states.sample import FailedSample, HiddenStatesError, HiddenStatesSample
 from vllm.inputs import PromptType
 from vllm.logger import init_logger
 from vllm.outputs import (
@@ -65,6 +65,7 @@ from vllm.v1.engine.pooling import (
     PromptOptions,
 )
 from vllm.v1.engine.renderer_threads import RendererThreads
+from vllm.v1.outputs import ExtractedRows
 
 if TYPE_CHECKING:
     import torch
@@ -127,6 +128,15 @@ class RequestStream:
             if self._outputs.empty():
                 item.outputs = [self._completions[index] for index in sorted(self._completions)]
                 return item
+
+
+class Parts(NamedTuple):
+    """Rows of one prompt that come step by step."""
+
+    sample: HiddenStatesSample
+    """Tokens, positions and loss mask; no rows."""
+    rows: AsyncGenerator[ExtractedRows, None]
+    """Closing it aborts the request."""
 
 
 class _ExtractCall:
@@ -401,6 +411,36 @@ class AsyncLLM(EngineFrontEnd):
             for task in (submitter, *call.tasks):
                 task.cancel()
             await asyncio.gather(submitter, *call.tasks, return_exceptions=True)
+
+    async def extract_in_parts(self, prompt: Any, settings: ExtractionSettings) -> Parts | None:
+        """Start to extract the rows of one prompt, to be handed over step by step.
+
+        None: they cannot come in parts (generated text, pooling, positions in another order).
+        ValueError: the request cannot be served.
+        """
+        await self.start()
+        feed = ExtractionFeed(self.vllm_config, self.input_processor, [prompt], settings)
+        request_id = f"extract-{next(self._extraction_numbers)}"
+        prepared = await self.renderer.run(sys.maxsize, feed.prepare_next, request_id)
+        request = None if prepared is None else feed.in_parts(prepared)
+        return None if request is None else Parts(request.sample, self._parts(request.processed))
+
+    async def _parts(self, processed: ProcessedInput) -> AsyncGenerator[ExtractedRows, None]:
+        """Yield new rows as they come. HiddenStatesError: the request failed."""
+        num_rows = 0
+        async with aclosing(self.run(processed)) as outputs:
+            async for output in outputs:
+                (completion,) = output.outputs
+                rows = completion.extracted
+                if rows is None:
+                    message = f"{completion.finish_reason}: {completion.stop_reason}"
+                    failure = completion.failure or Failure(FailureKind.ABORTED, message)
+                    raise HiddenStatesError(0, failure)
+                # A request that was computed again brings some of them twice.
+                rows = rows.part(slice(num_rows - rows.first, None))
+                num_rows += len(rows)
+                if len(rows):
+                    yield rows
 
     async def _submit_extractions(self, call: _ExtractCall) -> None:
         """Hand prompts to the core while there is room for them."""

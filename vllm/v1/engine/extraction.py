@@ -135,6 +135,14 @@ class Prepared(NamedTuple):
     processed: ProcessedInput | None = None
 
 
+class RequestInParts(NamedTuple):
+    """A request whose rows come step by step."""
+
+    sample: HiddenStatesSample
+    """Its tokens, positions and loss mask; no rows."""
+    processed: ProcessedInput
+
+
 def storage_dtype(value: object) -> str | None:
     """Return the name of a dtype in which rows can be delivered; None for the model's own."""
     if value is None or value == "auto":
@@ -255,6 +263,22 @@ class ExtractionFeed:
         else:
             self._deliver(item.index, [item])
         return processed
+
+    def in_parts(self, prepared: Prepared) -> RequestInParts | None:
+        """Return a request to run instead of the prepared one; None if its rows cannot come in
+        parts, in their order. ValueError: it cannot be served."""
+        item, processed = prepared
+        if isinstance(item, FailedSample):
+            raise ValueError(f"prompt {item.index}: {item.reason}")
+        if not isinstance(item, _Pending) or processed is None:
+            return None
+        if item.order is not None or item.text is not None or item.pooled_as is not None:
+            return None
+        spec = msgspec.structs.replace(item.spec, in_parts=True)
+        request = msgspec.structs.replace(processed.request, extraction=spec)
+        none = ExtractedRows({})
+        sample = self._sample_of(processed.external_id, item, none)
+        return RequestInParts(sample, processed._replace(request=request))
 
     def _prepare(self, index: int, request_id: str, prompt: Any) -> Prepared:
         options = prompt if isinstance(prompt, ExtractRequest) else ExtractRequest(prompt)
@@ -506,28 +530,35 @@ class ExtractionFeed:
                 pending.index, request_id, token_ids, spec, completion
             )
             return _pooled(sample, pending.pooled_as)
-        positions = torch.arange(len(token_ids))
-        if spec.positions is not None:
-            positions = torch.tensor(spec.positions, dtype=torch.int64)
         if completion is None:
             extracted = self._no_rows(spec)
         else:
             assert completion.extracted is not None
             extracted = completion.extracted
+        sample = self._sample_of(request_id, pending, extracted)
+        if pending.order is not None:
+            sample = sample.take_rows(pending.order)
+        return _pooled(sample, pending.pooled_as)
+
+    def _sample_of(
+        self, request_id: str, pending: _Pending, extracted: ExtractedRows
+    ) -> HiddenStatesSample:
+        """Make the sample of a prompt with these rows, in the order of their positions."""
+        listed = pending.spec.positions
         sample = HiddenStatesSample(
             index=pending.index,
             request_id=request_id,
-            token_ids=torch.tensor(token_ids, dtype=torch.int64),
-            positions=positions,
+            token_ids=torch.tensor(pending.token_ids, dtype=torch.int64),
+            positions=torch.arange(len(pending.token_ids))
+            if listed is None
+            else torch.tensor(listed, dtype=torch.int64),
             tensors=extracted.tensors,
-            layer_ids=spec.layer_ids,
+            layer_ids=pending.spec.layer_ids,
             constants=extracted.constants,
         )
         if pending.loss_mask is not None:
             sample = sample.with_tensors(loss_mask=pending.loss_mask)
-        if pending.order is not None:
-            sample = sample.take_rows(pending.order)
-        return _pooled(sample, pending.pooled_as)
+        return sample
 
     def _no_rows(self, spec: ExtractionSpec) -> ExtractedRows:
         from vllm.v1.rows.leaving import empty_rows
