@@ -26,12 +26,13 @@ from vllm.entrypoints.openai.row_stream import RowBody, RowStreamResponse
 from vllm.entrypoints.openai.state import ServerState
 from vllm.exceptions import Failure, FailureKind
 from vllm.hidden_states.layer_ids import convention_of
-from vllm.hidden_states.sample import ExtractRequest, HiddenStatesSample
+from vllm.hidden_states.sample import ExtractRequest, FailedSample, HiddenStatesSample
 from vllm.hidden_states.tensor_file import bytes_of, dtype_name, file_parts
 from vllm.inputs import ParsedPrompt
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import SamplingParams
-from vllm.utils.text import safe_name
+from vllm.transformers_utils.answer_masks import parse_mask_rule
+from vllm.utils.text import brief, safe_name
 from vllm.utils.whole_files import temporary_path
 from vllm.v1.engine.extraction import ByteLimit, ExtractionSettings
 from vllm.v1.rows.fields import StoredNames
@@ -45,7 +46,7 @@ _MEDIA_TYPE = "application/octet-stream"
 _STREAM = 'hidden_states.delivery="safetensors"'
 _MIB = 1 << 20
 _CHUNK_BYTES = 1 << 20
-_NOT_TOGETHER = ("stream", "prompt_logprobs", "kv_transfer_params", "priority", "echo")
+_NOT_TOGETHER = ("prompt_logprobs", "kv_transfer_params", "echo")
 """Fields of a body that have no effect on rows, so they are refused."""
 
 
@@ -58,8 +59,7 @@ def requested_rows(body: GenerationBody) -> HiddenStatesRequest | None:
         raise bad_request("hidden_states is also in vllm_xargs: give it once")
     for name in _NOT_TOGETHER:
         value = body.__dict__.get(name)
-        is_set = value is not None and value is not False
-        if is_set and (name, value) != ("priority", 0):
+        if value is not None and value is not False:
             raise bad_request(f"{name}: not together with hidden_states; leave it out")
     return body.hidden_states or extra
 
@@ -78,9 +78,18 @@ def byte_limit(settings: ServerSettings, other: str | None) -> ByteLimit:
 class Extraction:
     """The rows of one request."""
 
-    def __init__(self, state: ServerState, options: HiddenStatesRequest) -> None:
+    def __init__(
+        self, state: ServerState, options: HiddenStatesRequest, priority: int | None
+    ) -> None:
         self._state = state
         self._options = options
+        self._priority = priority or 0
+        mask = options.mask
+        self.mask: Sequence[int] | None = None if isinstance(mask, str) else mask
+        """A value for each token of a prompt; for a rule, the endpoint of chats sets it."""
+        self.mask_rule = parse_mask_rule(mask) if isinstance(mask, str) else None
+        self._num_inline_bytes = 0
+        """Bytes of rows in the reply so far."""
         self._delivery = options.delivery or "auto"
         settings = state.settings
         self._folder = None if state.store is None else state.store.folder
@@ -110,7 +119,43 @@ class Extraction:
 
         ValueError: they cannot be served.
         """
-        options = self._options
+        requests = self._requests(prompts, params, num_choices)
+        samples: list[Any] = []
+        settings = self._settings(params)
+        async with aclosing(self._state.engine.extract_with(requests, settings)) as found:
+            async for sample in found:
+                samples.append(sample)  # noqa: PERF401
+        return samples
+
+    async def run_stream(
+        self, prompts: Sequence[ParsedPrompt], params: SamplingParams | None, num_choices: int
+    ) -> AsyncGenerator[tuple[int, RequestOutput, HiddenStatesSample | None], None]:
+        """Yield new outputs with the numbers of their prompts, and the rows of a choice with its
+        last one. ValueError, ApiError: they cannot be served, or a choice failed."""
+        if self.is_stream:
+            raise bad_request(f"stream: the reply of {_STREAM} is one file; leave stream out")
+        requests, settings = self._requests(prompts, params, num_choices), self._settings(params)
+        engine = self._state.engine
+        async with aclosing(engine.generate_with_rows(requests, settings)) as outputs:
+            async for index, output, item in outputs:
+                if isinstance(item, FailedSample):
+                    raise failed(item.failure)
+                yield index, output, item
+
+    def _requests(
+        self, prompts: Sequence[ParsedPrompt], params: SamplingParams | None, num_choices: int
+    ) -> list[ExtractRequest]:
+        """Return the engine's requests. ApiError: they cannot be served."""
+        if self.mask_rule is not None and (self.mask is None or params is not None):
+            what = (
+                "a conversation has answers"
+                if self.mask is None
+                else "requests that generate nothing have rules"
+            )
+            raise bad_request(
+                f"hidden_states.mask={brief(self._options.mask)}: only {what}; give a value for "
+                "each token of the prompt, or leave mask out"
+            )
         if params is None and num_choices > 1:
             raise bad_request(f"n={num_choices} with hidden_states: only with max_tokens above 0")
         if self.is_stream and len(prompts) * num_choices != 1:
@@ -119,20 +164,13 @@ class Extraction:
             )
         if self._state.store is not None and self._delivery != "inline":
             self._state.store.check_quota()
-        requests = [ExtractRequest(_as_prompt(one), mask=options.mask) for one in prompts]
-        samples: list[Any] = []
-        settings = self._settings(params)
-        async with aclosing(self._state.engine.extract_with(requests, settings)) as found:
-            async for sample in found:
-                samples.append(sample)  # noqa: PERF401
-        return samples
+        return [ExtractRequest(_as_prompt(one), mask=self.mask) for one in prompts]
 
     async def begin_stream(self, prompt: ParsedPrompt) -> Response | None:
         """Return a reply whose rows are sent as they are computed; None if that cannot be."""
-        options = self._options
-        if not self.is_stream or options.pooling not in (None, "none"):
+        if not self.is_stream or self._options.pooling not in (None, "none"):
             return None
-        request = ExtractRequest(_as_prompt(prompt), mask=options.mask)
+        (request,) = self._requests([prompt], None, 1)
         parts = await self._state.engine.extract_in_parts(request, self._settings(None))
         if parts is None:
             return None
@@ -154,6 +192,7 @@ class Extraction:
             sampling_params=params,
             hooks=options.hooks,
             byte_limit=self._limit,
+            priority=self._priority,
         )
 
     @property
@@ -183,8 +222,10 @@ class Extraction:
         names: ids of the samples' requests, with which names of files begin. files: takes the
         files that are written.
         """
-        is_small = sum(sample.nbytes for sample in samples) <= self._inline_bytes
+        num_bytes = self._num_inline_bytes + sum(sample.nbytes for sample in samples)
+        is_small = num_bytes <= self._inline_bytes
         if self._delivery == "inline" or self._folder is None or (self.is_auto and is_small):
+            self._num_inline_bytes = num_bytes
             return await asyncio.to_thread(lambda: [*map(_inline, samples)])
         bodies = []
         for sample, name in zip(samples, names, strict=True):

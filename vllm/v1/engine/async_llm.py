@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import sys
 import threading
 from collections.abc import (
@@ -38,6 +39,7 @@ from vllm.outputs import (
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.steering import SteeringVector
 from vllm.transformers_utils.pooling_config import VectorPooling
+from vllm.utils.async_utils import merge_async_iterators
 from vllm.v1.engine import EngineCoreOutput, FinishReason
 from vllm.v1.engine.core_client import AsyncCoreClient, CoreHandle
 from vllm.v1.engine.core_messages import (
@@ -53,6 +55,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.extraction import (
     ExtractionFeed,
     ExtractionSettings,
+    Item,
     OnError,
     Prepared,
 )
@@ -74,6 +77,19 @@ if TYPE_CHECKING:
     from vllm.engine.arg_utils import AsyncEngineArgs
 
 logger = init_logger(__name__)
+
+
+def joined(before: CompletionOutput | None, new: CompletionOutput) -> CompletionOutput:
+    """Return a completion with the text and tokens of earlier outputs before the new ones."""
+    if before is None:
+        return new
+    logprobs = None if new.logprobs is None else [*(before.logprobs or ()), *new.logprobs]
+    return dataclasses.replace(
+        new,
+        text=before.text + new.text,
+        token_ids=[*before.token_ids, *new.token_ids],
+        logprobs=logprobs,
+    )
 
 
 class UndeliveredFiles:
@@ -411,6 +427,43 @@ class AsyncLLM(EngineFrontEnd):
             for task in (submitter, *call.tasks):
                 task.cancel()
             await asyncio.gather(submitter, *call.tasks, return_exceptions=True)
+
+    async def generate_with_rows(
+        self, prompts: Sequence[Any], settings: ExtractionSettings
+    ) -> AsyncGenerator[tuple[int, RequestOutput, Item | None], None]:
+        """Yield (number of the prompt, new output of one of its completions, its rows or failure
+        once it has ended). ValueError: a prompt cannot be served."""
+        await self.start()
+        feed = ExtractionFeed(self.vllm_config, self.input_processor, prompts, settings)
+        runs = []
+        for _ in prompts:
+            request_id = f"extract-{next(self._extraction_numbers)}"
+            prepared = await self.renderer.run(sys.maxsize, feed.prepare_next, request_id)
+            assert prepared is not None
+            processed = feed.accept(prepared)
+            if processed is not None:
+                processed.request.sampling_params.output_kind = RequestOutputKind.DELTA
+            runs.append(self._run_with_rows(feed, prepared.item, processed))
+        async with aclosing(merge_async_iterators(runs)) as outputs:
+            async for index, (output, item) in outputs:
+                yield index, output, item
+
+    async def _run_with_rows(
+        self, feed: ExtractionFeed, ready: Any, processed: ProcessedInput | None
+    ) -> AsyncGenerator[tuple[RequestOutput, Item | None], None]:
+        """Run a prepared request; ``ready``: its result if there is nothing to run."""
+        if processed is None:
+            nothing = CompletionOutput(0, "", [], None, None, "length")
+            ids = ready.token_ids.tolist()
+            yield RequestOutput(ready.request_id, None, ids, None, [nothing], True), ready
+            return
+        so_far: dict[int, CompletionOutput] = {}
+        async with aclosing(self.run(processed)) as outputs:
+            async for output in outputs:
+                (new,) = output.outputs
+                whole = so_far[new.index] = joined(so_far.get(new.index), new)
+                is_ended = new.finish_reason is not None
+                yield output, feed.item_of(output.request_id, whole) if is_ended else None
 
     async def extract_in_parts(self, prompt: Any, settings: ExtractionSettings) -> Parts | None:
         """Start to extract the rows of one prompt, to be handed over step by step.

@@ -92,6 +92,7 @@ class ExtractionSettings:
     """Finds the positions by the token ids of a prompt, instead of ``positions``."""
     most_tokens: int | None = None
     """Most tokens of a prompt; None: as many as the context holds."""
+    priority: int = 0
     own_options: frozenset[str] | None = None
     """Options that an ExtractRequest may have beside its prompt; None: all."""
 
@@ -299,6 +300,7 @@ class ExtractionFeed:
             settings.truncate_prompt_tokens,
             settings.truncation_side,
             () if steering is None else steering_specs(steering),
+            settings.priority,
         )
         token_ids = processed.request.prompt_token_ids
         positions = settings.positions if options.positions is None else options.positions
@@ -463,11 +465,14 @@ class ExtractionFeed:
 
     def take(self, output: RequestOutput) -> None:
         """Take in the output of a request of this call that has ended."""
-        pending = self._end(output.request_id)
-        items = [self._item(output.request_id, pending, one) for one in output.outputs]
+        pending = self._pending[output.request_id]
+        items = [self.item_of(output.request_id, one) for one in output.outputs]
+        self._end(output.request_id)
         self._deliver(pending.index, items)
 
-    def _item(self, request_id: str, pending: _Pending, completion: CompletionOutput) -> Item:
+    def item_of(self, request_id: str, completion: CompletionOutput) -> Item:
+        """Make the item of a completion that has ended, of a request of this call."""
+        pending = self._pending[request_id]
         if completion.extracted is not None:
             try:
                 return self._sample(request_id, pending, completion)
