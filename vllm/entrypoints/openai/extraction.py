@@ -18,11 +18,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from fastapi import Request
 from starlette.responses import Response, StreamingResponse
+from starlette.types import Scope
 
 from vllm.entrypoints.openai.errors import bad_request, failed
+from vllm.entrypoints.openai.limits import at_end
 from vllm.entrypoints.openai.protocol import GenerationBody, HiddenStatesRequest
 from vllm.entrypoints.openai.responses import HiddenStatesBody, TensorBody
-from vllm.entrypoints.openai.row_stream import RowBody, RowStreamResponse
+from vllm.entrypoints.openai.row_stream import MEMORY_BYTES, RowBody, RowStreamResponse
 from vllm.entrypoints.openai.state import ServerState
 from vllm.exceptions import Failure, FailureKind
 from vllm.hidden_states.layer_ids import convention_of
@@ -30,7 +32,7 @@ from vllm.hidden_states.sample import ExtractRequest, FailedSample, HiddenStates
 from vllm.hidden_states.tensor_file import bytes_of, dtype_name, file_parts
 from vllm.inputs import ParsedPrompt
 from vllm.outputs import CompletionOutput, RequestOutput
-from vllm.sampling_params import SamplingParams
+from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.transformers_utils.answer_masks import parse_mask_rule
 from vllm.utils.text import brief, safe_name
 from vllm.utils.whole_files import temporary_path
@@ -79,9 +81,14 @@ class Extraction:
     """The rows of one request."""
 
     def __init__(
-        self, state: ServerState, options: HiddenStatesRequest, priority: int | None
+        self,
+        state: ServerState,
+        options: HiddenStatesRequest,
+        priority: int | None,
+        scope: Scope,
     ) -> None:
         self._state = state
+        self._scope = scope
         self._options = options
         self._priority = priority or 0
         mask = options.mask
@@ -119,28 +126,43 @@ class Extraction:
 
         ValueError: they cannot be served.
         """
-        requests = self._requests(prompts, params, num_choices)
-        samples: list[Any] = []
-        settings = self._settings(params)
-        async with aclosing(self._state.engine.extract_with(requests, settings)) as found:
-            async for sample in found:
-                samples.append(sample)  # noqa: PERF401
-        return samples
+        found = {}
+        kind = RequestOutputKind.FINAL_ONLY
+        async with aclosing(self._run(prompts, params, num_choices, kind)) as outputs:
+            async for index, output, sample in outputs:
+                assert sample is not None
+                found[index, output.outputs[0].index] = sample
+        return [found[place] for place in sorted(found)]
 
-    async def run_stream(
+    def run_stream(
         self, prompts: Sequence[ParsedPrompt], params: SamplingParams | None, num_choices: int
     ) -> AsyncGenerator[tuple[int, RequestOutput, HiddenStatesSample | None], None]:
         """Yield new outputs with the numbers of their prompts, and the rows of a choice with its
         last one. ValueError, ApiError: they cannot be served, or a choice failed."""
         if self.is_stream:
             raise bad_request(f"stream: the reply of {_STREAM} is one file; leave stream out")
+        return self._run(prompts, params, num_choices, RequestOutputKind.DELTA)
+
+    async def _run(
+        self,
+        prompts: Sequence[ParsedPrompt],
+        params: SamplingParams | None,
+        num_choices: int,
+        kind: RequestOutputKind,
+    ) -> AsyncGenerator[tuple[int, RequestOutput, HiddenStatesSample | None], None]:
         requests, settings = self._requests(prompts, params, num_choices), self._settings(params)
-        engine = self._state.engine
-        async with aclosing(engine.generate_with_rows(requests, settings)) as outputs:
+        engine, admit = self._state.engine, self._admit
+        async with aclosing(engine.generate_with_rows(requests, settings, kind, admit)) as outputs:
             async for index, output, item in outputs:
                 if isinstance(item, FailedSample):
                     raise failed(item.failure)
                 yield index, output, item
+
+    async def _admit(self, num_bytes: int) -> None:
+        await self._state.row_memory.reserve(num_bytes, at_end(self._scope))
+
+    async def _admit_body(self, num_bytes: int) -> None:
+        await self._admit(min(num_bytes, MEMORY_BYTES))
 
     def _requests(
         self, prompts: Sequence[ParsedPrompt], params: SamplingParams | None, num_choices: int
@@ -171,7 +193,8 @@ class Extraction:
         if not self.is_stream or self._options.pooling not in (None, "none"):
             return None
         (request,) = self._requests([prompt], None, 1)
-        parts = await self._state.engine.extract_in_parts(request, self._settings(None))
+        engine, settings = self._state.engine, self._settings(None)
+        parts = await engine.extract_in_parts(request, settings, self._admit_body)
         if parts is None:
             return None
         body = RowBody(parts, self._places_of(parts.sample), self._metadata, self._folder)

@@ -108,7 +108,9 @@ class Generation(ABC, Generic[BodyT]):
         self.requests: list[ProcessedInput] = []
         """The engine's requests, one per prompt, after :meth:`prepare`."""
         rows = requested_rows(body)
-        self.extraction = None if rows is None else Extraction(state, rows, body.priority)
+        self.extraction = (
+            None if rows is None else Extraction(state, rows, body.priority, request.scope)
+        )
         """The rows that the body asks for."""
         self.prompts: list[ParsedPrompt] = []
         self._params: SamplingParams | None = None

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -53,6 +53,7 @@ LINGER_SECONDS = 10.0
 LINGER_BYTES = 256 * 2**20
 """Limit of a body that is read and dropped so that its client can read the refusal."""
 _FILES = "vllm.reply_files"
+_AT_END = "vllm.at_end"
 _DISCONNECT: Message = {"type": "http.disconnect"}
 
 
@@ -64,6 +65,12 @@ def reply_files(scope: Scope) -> UndeliveredFiles:
     """
     files: UndeliveredFiles = scope[_FILES]
     return files
+
+
+def at_end(scope: Scope) -> ExitStack:
+    """Return the stack of what is done when the exchange of this request ends."""
+    stack: ExitStack = scope[_AT_END]
+    return stack
 
 
 @dataclass(eq=False)
@@ -89,6 +96,7 @@ class Exchange:
 
     def __post_init__(self) -> None:
         self._files = self.scope[_FILES] = UndeliveredFiles()
+        self._at_end = self.scope[_AT_END] = ExitStack()
         self._deadline = asyncio.get_running_loop().time() + self._settings.body_timeout
 
     # ---- methods that the endpoint calls
@@ -184,6 +192,7 @@ class Exchange:
 
     def end(self) -> None:
         """End the exchange; remove the files of a reply that was not delivered."""
+        self._at_end.close()
         if not self._is_delivered:
             self._files.discard()
 

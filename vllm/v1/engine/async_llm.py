@@ -10,6 +10,7 @@ from collections.abc import (
     AsyncGenerator,
     AsyncIterable,
     AsyncIterator,
+    Awaitable,
     Callable,
     Iterable,
     Mapping,
@@ -429,10 +430,17 @@ class AsyncLLM(EngineFrontEnd):
             await asyncio.gather(submitter, *call.tasks, return_exceptions=True)
 
     async def generate_with_rows(
-        self, prompts: Sequence[Any], settings: ExtractionSettings
+        self,
+        prompts: Sequence[Any],
+        settings: ExtractionSettings,
+        kind: RequestOutputKind,
+        admit: Callable[[int], Awaitable[None]],
     ) -> AsyncGenerator[tuple[int, RequestOutput, Item | None], None]:
         """Yield (number of the prompt, new output of one of its completions, its rows or failure
-        once it has ended). ValueError: a prompt cannot be served."""
+        once it has ended). ValueError: a prompt cannot be served.
+
+        kind: DELTA or FINAL_ONLY. admit: awaited with the bytes of all rows before anything runs.
+        """
         await self.start()
         feed = ExtractionFeed(self.vllm_config, self.input_processor, prompts, settings)
         runs = []
@@ -442,8 +450,9 @@ class AsyncLLM(EngineFrontEnd):
             assert prepared is not None
             processed = feed.accept(prepared)
             if processed is not None:
-                processed.request.sampling_params.output_kind = RequestOutputKind.DELTA
+                processed.request.sampling_params.output_kind = kind
             runs.append(self._run_with_rows(feed, prepared.item, processed))
+        await admit(feed.num_bytes)
         async with aclosing(merge_async_iterators(runs)) as outputs:
             async for index, (output, item) in outputs:
                 yield index, output, item
@@ -460,13 +469,17 @@ class AsyncLLM(EngineFrontEnd):
         so_far: dict[int, CompletionOutput] = {}
         async with aclosing(self.run(processed)) as outputs:
             async for output in outputs:
-                (new,) = output.outputs
-                whole = so_far[new.index] = joined(so_far.get(new.index), new)
-                is_ended = new.finish_reason is not None
-                yield output, feed.item_of(output.request_id, whole) if is_ended else None
+                for new in output.outputs:
+                    whole = so_far[new.index] = joined(so_far.get(new.index), new)
+                    is_ended = new.finish_reason is not None
+                    item = feed.item_of(output.request_id, whole) if is_ended else None
+                    yield dataclasses.replace(output, outputs=[new]), item
 
-    async def extract_in_parts(self, prompt: Any, settings: ExtractionSettings) -> Parts | None:
-        """Start to extract the rows of one prompt, to be handed over step by step.
+    async def extract_in_parts(
+        self, prompt: Any, settings: ExtractionSettings, admit: Callable[[int], Awaitable[None]]
+    ) -> Parts | None:
+        """Start to extract the rows of one prompt, to be handed over step by step; ``admit`` is
+        awaited before, with their bytes.
 
         None: they cannot come in parts (generated text, pooling, positions in another order).
         ValueError: the request cannot be served.
@@ -476,7 +489,10 @@ class AsyncLLM(EngineFrontEnd):
         request_id = f"extract-{next(self._extraction_numbers)}"
         prepared = await self.renderer.run(sys.maxsize, feed.prepare_next, request_id)
         request = None if prepared is None else feed.in_parts(prepared)
-        return None if request is None else Parts(request.sample, self._parts(request.processed))
+        if request is None:
+            return None
+        await admit(feed.num_bytes)
+        return Parts(request.sample, self._parts(request.processed))
 
     async def _parts(self, processed: ProcessedInput) -> AsyncGenerator[ExtractedRows, None]:
         """Yield new rows as they come. HiddenStatesError: the request failed."""

@@ -205,7 +205,8 @@ class ExtractionFeed:
         self._num_accepted = 0
         self._num_returned = 0
         self._num_tokens = 0  # of prompts under way
-        self._num_bytes = 0  # of all samples, for the limit
+        self.num_bytes = 0
+        """Bytes of all samples so far, or the most that they can be, if there is a limit."""
         self._pending: dict[str, _Pending] = {}
         self._num_ready = 0  # prompts whose items were put into _ready
         self._ready: deque[tuple[Item, bool]] = deque()
@@ -420,10 +421,10 @@ class ExtractionFeed:
             return
         row_bytes = sum(form.num_bytes for form in self._forms(spec).values())
         row_bytes += len(spec.hooks) * model.get_row_size() * model.dtype.itemsize
-        self._num_bytes += num_rows * row_bytes
-        if self._num_bytes > limit.num_bytes:
+        self.num_bytes += num_rows * row_bytes
+        if self.num_bytes > limit.num_bytes:
             raise ValueError(
-                f"the rows take {format_bytes(self._num_bytes)} or more, and at most "
+                f"the rows take {format_bytes(self.num_bytes)} or more, and at most "
                 f"{format_bytes(limit.num_bytes)} are allowed: {limit.advice}"
             )
 
