@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -236,3 +237,24 @@ def test_clients_that_leave_end_the_work(server: LiveServer) -> None:
     while server.num_tasks() > before:
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def test_the_end_of_the_time_cuts_the_body(
+    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = ServerSettings(request_timeout=1.0)
+    options = {"max_num_batched_tokens": STEP, "max_model_len": 4096}
+    with live_server(model, tmp_path, layers=None, settings=settings, **options) as server:
+        content = json.dumps({"prompt": [5] * 2000, "hidden_states": WIDE}).encode()
+        head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        with socket.create_connection(("127.0.0.1", server.port)) as slow:
+            slow.sendall(f"{head}content-length: {len(content)}\r\n\r\n".encode() + content)
+            received = len(slow.recv(4096))
+            wait_until_idle(server)
+            with suppress(ConnectionResetError):
+                while part := len(slow.recv(1 << 20)):
+                    received += part
+        assert 0 < received < 36_000 * 2000
+        with server.client() as http:
+            assert http.post(COMPLETIONS, json=body_of(layers=[1])).status_code == 200
+    assert "Traceback" not in caplog.text and "without completing" not in caplog.text

@@ -181,14 +181,19 @@ class Exchange:
         await response(self.scope, self._receive, send)
 
     async def cut_off(self, error: ApiError) -> None:
-        """End the reply with an error; in a stream, the error is the last event."""
+        """End the reply with an error: in a stream of events the last one, in another body that has
+        begun the end of the connection, before all of its bytes are sent."""
         self._files.discard()
         if not self.is_started:
             await self.refuse(error)
-        elif not self._is_complete:
+        elif self._is_complete:
+            return
+        elif self._is_event_stream:
             event = f"data: {error.body().model_dump_json()}\n\n".encode()
-            last = event if self._is_event_stream else b""
-            await self._pass({"type": "http.response.body", "body": last})
+            await self._pass({"type": "http.response.body", "body": event})
+        else:
+            connection_of(self.scope).transport.abort()
+            await self._disconnected()
 
     def end(self) -> None:
         """End the exchange; remove the files of a reply that was not delivered."""
