@@ -294,7 +294,9 @@ def test_names_of_files_are_safe(filing: LiveServer) -> None:
         ({"layers": 1, "positions": "mask"}, "mask"),
         ({"layers": 1, "mask": [1, 0]}, "mask: has to have a value for each of 3 tokens"),
         ({"layers": 1, "mask": [2, 0, 0]}, "body.hidden_states.mask.0"),
-        ({"layers": 1, "mask": "110"}, "body.hidden_states.mask:"),
+        ({"layers": 1, "mask": 110}, "body.hidden_states.mask:"),
+        ({"layers": 1, "mask": "110"}, "mask='110'"),
+        ({"layers": 1, "mask": "answers"}, "mask='answers': only a conversation has answers"),
         ({"layers": 1, "dtype": "int8"}, "body.hidden_states.dtype"),
         ({"layers": 1, "pooling": "max"}, "body.hidden_states.pooling"),
         ({"layers": 1, "pooling": "mean", "top_logprobs": 2}, "log-probabilities have no mean"),
@@ -328,11 +330,12 @@ def test_wrong_values_are_named(body: Any, message: str, plain: LiveServer) -> N
         ({"max_tokens": -1}, "max_tokens must be at least 1"),
         ({"max_tokens": 5, "temperature": 9}, "temperature=9"),
         ({"max_tokens": 400}, "ask for less"),
-        ({"stream": True}, "stream: not together with hidden_states"),
+        ({"stream": True, "prompt": []}, "the prompt is empty"),
+        ({"stream": True, "max_tokens": 400}, "ask for less"),
         ({"prompt_logprobs": 0}, "prompt_logprobs: not together"),
         ({"echo": True}, "echo: not together"),
         ({"kv_transfer_params": {}}, "kv_transfer_params: not together"),
-        ({"priority": 2}, "priority: not together"),
+        ({"priority": 2}, 'priority=2: has no effect with scheduling_policy="fcfs"'),
         ({"vllm_xargs": {"hidden_states": {}}}, "hidden_states is also in vllm_xargs"),
         ({"vllm_xargs": []}, "body.vllm_xargs"),
         ({"prompt": [999]}, "out of vocabulary"),
@@ -417,3 +420,130 @@ def test_a_folder_beside_a_connector_is_refused(tiny_llama: Path, tmp_path: Path
         live_server(tiny_llama, tmp_path, settings=settings),
     ):
         pass
+
+
+def events_of(server: LiveServer, path: str = COMPLETIONS, **body: Any) -> list[dict[str, Any]]:
+    with server.client() as http:
+        answer = http.post(path, json={"stream": True, **body})
+    assert answer.status_code == 200, answer.text
+    lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_streams_have_rows_in_the_last_event_of_a_choice(path: str, plain: LiveServer) -> None:
+    body: dict[str, Any] = {"prompt": [IDS[0], IDS[2]]}
+    if path == CHAT:
+        body = {"messages": [{"role": "user", "content": "Why?"}]}
+    settings = {"n": 2, "max_tokens": 6, "temperature": 1.1, "seed": 7, "logprobs": True}
+    if path == CHAT:
+        settings["top_logprobs"] = 1
+    asked = {"layers": [2, "norm"], "positions": "all", "top_logprobs": 3}
+    body |= {**settings, "hidden_states": asked, "return_token_ids": True}
+    whole = post(plain, path, **body)
+    options = {"include_usage": True}
+    *events, last = events_of(plain, path, **body, stream_options=options)
+    assert last["usage"] == {**last["usage"], **whole["usage"]} and last["choices"] == []
+    texts, rows = dict[int, str](), dict[int, Any]()
+    for event in events:
+        (choice,) = event["choices"]
+        assert choice["index"] not in rows, "an event after the last one"
+        part = choice["text"] if path == COMPLETIONS else choice["delta"].get("content") or ""
+        texts[choice["index"]] = texts.get(choice["index"], "") + part
+        assert ("hidden_states" in choice) is (choice["finish_reason"] is not None)
+        if choice["finish_reason"] is not None:
+            rows[choice["index"]] = choice["hidden_states"]
+    for choice in whole["choices"]:
+        text = choice["text"] if path == COMPLETIONS else choice["message"]["content"]
+        assert texts[choice["index"]] == text
+        assert rows[choice["index"]] == choice["hidden_states"]
+    assert len(events) > 2 * len(rows)
+
+
+def test_streams_of_rows_alone_and_of_files(filing: LiveServer, reference: LLM) -> None:
+    asked = {"layers": [1], "positions": []}
+    (event,) = events_of(filing, prompt=IDS[0], hidden_states=asked)
+    assert event["choices"][0]["finish_reason"] == "length"
+    assert event["choices"][0]["hidden_states"]["positions"] == []
+    file = {"layers": [1], "delivery": "file"}
+    *_, event = events_of(filing, prompt=IDS[0], hidden_states=file, max_tokens=3)
+    body = event["choices"][0]["hidden_states"]
+    content = httpx.get(body["hidden_states_url"]).content
+    assert load(content)["hidden_states"].shape[:2] == (len(IDS[0]) + 3, 1)
+    assert httpx.delete(body["hidden_states_url"]).status_code == 204
+    with filing.client() as http:
+        one = {"layers": 1, "delivery": "safetensors"}
+        answer = http.post(COMPLETIONS, json={"prompt": [5], "stream": True, "hidden_states": one})
+    assert answer.status_code == 400
+    assert "leave stream out" in answer.json()["error"]["message"]
+
+
+def test_inline_rows_of_a_stream_are_limited_together(filing: LiveServer) -> None:
+    """10 KiB of rows are small; what comes after them is in files."""
+    asked = {"layers": [1]}
+    events = events_of(filing, prompt=[IDS[1][:30]] * 3, hidden_states=asked, max_tokens=0)
+    bodies = [event["choices"][0]["hidden_states"] for event in events]
+    paths = [body["hidden_states_path"] for body in bodies if "hidden_states_path" in body]
+    assert len(bodies) == 3 and len(paths) == 2
+    for path in paths:
+        Path(path).unlink()
+
+
+MESSAGES = [
+    {"role": "user", "content": "What is it?"},
+    {"role": "assistant", "content": "A thing."},
+    {"role": "user", "content": "And that?"},
+    {"role": "assistant", "content": "Another one."},
+]
+
+
+@pytest.mark.parametrize("rule", ["answers", "last-answer", "last-answer,before"])
+@pytest.mark.parametrize("positions", ["all", "mask"])
+def test_masks_by_rule(rule: str, positions: str, plain: LiveServer, reference: LLM) -> None:
+    asked = {"layers": [2], "positions": positions, "mask": rule}
+    body = {"messages": MESSAGES, "add_generation_prompt": False, "hidden_states": asked}
+    (choice,) = post(plain, CHAT, **body)["choices"]
+    request = ExtractRequest({"messages": MESSAGES}, [2], positions, mask=rule)
+    (expected,) = reference.extract([request])
+    assert expected.loss_mask is not None and expected.loss_mask.any()
+    check(choice["hidden_states"], expected)
+    with_prompt = post(plain, CHAT, **{**body, "add_generation_prompt": None})
+    found = decoded(with_prompt["choices"][0]["hidden_states"]["tensors"]["loss_mask"])
+    assert int(found.sum()) == int(expected.loss_mask.sum())
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"hidden_states": {"layers": 1, "mask": "answer"}}, "mask='answer'"),
+        ({"max_tokens": 3}, "mask='answers': only requests that generate nothing"),
+        ({"truncate_prompt_tokens": 5}, "truncate_prompt_tokens: not together with a rule"),
+        ({"add_special_tokens": True}, "add_special_tokens: not together with a rule"),
+    ],
+)
+def test_masks_by_rule_that_cannot_be(
+    body: dict[str, Any], message: str, plain: LiveServer
+) -> None:
+    asked = {"messages": MESSAGES, "hidden_states": {"layers": 1, "mask": "answers"}} | body
+    with plain.client() as http:
+        answer = http.post(CHAT, json=asked)
+    assert answer.status_code == 400, answer.text
+    assert message in answer.json()["error"]["message"]
+
+
+def test_priorities(tiny_llama: Path, tmp_path: Path) -> None:
+    """With one place to run in, requests of lower numbers overtake others."""
+    options = {"scheduling_policy": "priority", "max_num_seqs": 1}
+    with live_server(tiny_llama, tmp_path, layers=None, **options) as server:
+
+        def run(priority: int) -> float:
+            asked = {"layers": [1], "positions": "last"}
+            body = {"prompt": [[5] * 400] * 20, "priority": priority, "hidden_states": asked}
+            post(server, **body)
+            return time.monotonic()
+
+        with ThreadPoolExecutor(6) as threads:
+            ends = list(threads.map(run, [9, 9, 9, 9, 9, -9]))
+    assert ends[-1] < max(ends)
+    assert sorted(ends).index(ends[-1]) < 3

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,10 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.extract.job import run_job
 from vllm.entrypoints.extract.options import ExtractOptions
 from vllm.hidden_states.dataset import HiddenStatesDataset
+from vllm.hidden_states.manifest import merge_units, start_dataset
+from vllm.hidden_states.metadata import DatasetSettings, read_unit_records
+from vllm.hidden_states.sample import HiddenStatesSample
+from vllm.hidden_states.units import open_unit_writer
 
 HIDDEN_SIZE = 72
 LAYERS = (0, 3, 4)
@@ -86,3 +91,18 @@ def check_rows(
     for sample in dataset:
         expected = fake_rows(sample.token_ids.tolist(), layers, HIDDEN_SIZE)[sample.positions]
         assert torch.equal(sample.rows(torch.float32), expected)
+
+
+def rewrite(
+    made: Path, folder: Path, change: Callable[[HiddenStatesSample], HiddenStatesSample]
+) -> Path:
+    """Write a sound dataset that has changed samples."""
+    settings, dataset = DatasetSettings.read(str(made)), iter(HiddenStatesDataset(made))
+    start_dataset(str(folder), settings)
+    for unit in read_unit_records(str(made)):
+        with open_unit_writer(str(folder), unit.unit, settings) as writer:
+            for sample in itertools.islice(dataset, unit.num_samples):
+                writer.append(change(sample), sample.index, sample.record or 0)
+            writer.commit()
+    merge_units(str(folder), [])
+    return folder

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from collections.abc import Callable
@@ -11,11 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from tests.extract.job_harness import digests, token_lists, write_token_ids
+from tests.extract.job_harness import digests, rewrite, token_lists, write_token_ids
 from tests.models.oracle import reference_run
+from vllm.config import ModelConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.extract.job import load_llm, run_job
 from vllm.entrypoints.extract.options import ExtractOptions
+from vllm.entrypoints.extract.recompute import verify_samples
 from vllm.hidden_states import (
     HiddenStatesDataset,
     HiddenStatesError,
@@ -40,7 +43,7 @@ def extract(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Extra
     """Run a job with a real engine; returns its folder."""
     data = write_token_ids(tmp_path_factory.mktemp("data") / "data.jsonl", LISTS)
 
-    def run(output: Path | None = None, **options: Any) -> Path:
+    def run(output: Path | None = None, engine_dtype: str = "float32", **options: Any) -> Path:
         output = output or tmp_path_factory.mktemp("job") / "out"
         merged: dict[str, Any] = {
             "input": [str(data)],
@@ -51,7 +54,7 @@ def extract(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Extra
             "logprob_temperature": TEMPERATURE,
             **options,
         }
-        args = EngineArgs(model=str(tiny_llama), max_num_batched_tokens=48)
+        args = EngineArgs(model=str(tiny_llama), max_num_batched_tokens=48, dtype=engine_dtype)
         assert run_job(ExtractOptions(**merged), args, load_llm) == 0
         return output
 
@@ -226,3 +229,73 @@ def test_verify_finds_another_form(made: Path, tmp_path: Path) -> None:
     (other / "settings.json").write_text(json.dumps(settings))
     problems = [*verify_dataset(str(other))]
     assert any("top_logprobs are not torch.float16 [6]" in one for one in problems)
+
+
+def model_config(model: Path, dtype: str = "float32") -> ModelConfig:
+    return ModelConfig(model=str(model), dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("engine_dtype", "stored"),
+    [("float32", "float32"), ("float32", "float16"), ("bfloat16", "float32")],
+)
+@pytest.mark.parametrize("positions", ["all", "every:3"])
+def test_recomputed(
+    engine_dtype: str,
+    stored: str,
+    positions: str,
+    extract: Extract,
+    tiny_llama: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    options = {"logprob_dtype": stored, "positions": positions, "layers": "1,norm"}
+    made = extract(engine_dtype=engine_dtype, verify=5, **options)
+    assert capsys.readouterr().out.count("within") == 3
+    config = model_config(tiny_llama, engine_dtype)
+
+    def change(sample: HiddenStatesSample) -> HiddenStatesSample:
+        tensors = dict(sample.tensors)
+        tensors["top_logprobs"] = tensors["top_logprobs"] - 0.25  # sound, but of another model
+        return dataclasses.replace(sample, tensors=tensors)
+
+    other = rewrite(made, tmp_path / "other", change)
+    assert verify_samples(other, 5, 0, config) == 1
+    lines = [one for one in capsys.readouterr().out.splitlines() if "BEYOND" in one]
+    assert len(lines) == 1 and "log-probabilities" in lines[0]
+
+
+DAMAGE: dict[str, tuple[Callable[[dict[str, torch.Tensor]], torch.Tensor], str]] = {
+    "swapped": (lambda t: t["top_logprobs"].flip(-1), "top_logprobs do not fall"),
+    "twice": (lambda t: t["top_token_ids"][:, [0, 0, 2, 3, 4, 5]], "are not different tokens"),
+    "negative": (lambda t: t["top_token_ids"] - 400, "are not different tokens"),
+    "certain": (lambda t: t["top_logprobs"] + 9, "are more than certain"),
+    "shifted": (lambda t: t["token_logprobs"].roll(1), "NaN exactly where no token follows"),
+    "likely": (lambda t: t["token_logprobs"] * 1e-3, "token_logprobs contradict top_logprobs"),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_verify_finds_a_column_that_contradicts_itself(
+    kind: str, extract: Extract, tmp_path: Path
+) -> None:
+    """The checksums of these files are right."""
+    made, (damage, message) = extract(logprob_dtype="float16"), DAMAGE[kind]
+    name = {"twice": NAMES[0], "negative": NAMES[0], "shifted": NAMES[2], "likely": NAMES[2]}
+
+    def change(sample: HiddenStatesSample) -> HiddenStatesSample:
+        return sample.with_tensors(**{name.get(kind, NAMES[1]): damage(dict(sample.tensors))})
+
+    other = rewrite(made, tmp_path / "other", change)
+    problems = [*verify_dataset(str(other))]
+    assert problems and all(message in one or "shard" in one for one in problems)
+    assert any(message in one for one in problems)
+    assert [*verify_dataset(str(rewrite(made, tmp_path / "same", lambda one: one)))] == []
+
+
+def test_columns_that_are_not_finite(made: Path, tmp_path: Path) -> None:
+    def change(sample: HiddenStatesSample) -> HiddenStatesSample:
+        return sample.with_tensors(top_logprobs=sample.tensors["top_logprobs"] / 0)
+
+    other = rewrite(made, tmp_path / "other", change)
+    assert any("top_logprobs are not finite" in one for one in verify_dataset(str(other)))

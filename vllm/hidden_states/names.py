@@ -9,7 +9,7 @@ FORMATS: tuple[DatasetFormat, ...] = get_args(DatasetFormat)
 Pooling = Literal["none", "mean", "last"]
 NUM_GENERATED = "num_generated_tokens"
 """Column of samples that end with tokens of the model."""
-REQUEST_OPTIONS = ("top_logprobs", "logprob_temperature")
+REQUEST_OPTIONS = ("top_logprobs", "logprob_temperature", "hooks")
 """Options of ``extract()`` with which requests ask for more than hidden states of their tokens."""
 MOST_LOGPROBS = 1024
 """The largest ``top_logprobs``."""

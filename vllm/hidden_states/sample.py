@@ -170,6 +170,10 @@ class HiddenStatesSample:
         """Return a sample in which these tensors replace those of the same names."""
         return dataclasses.replace(self, tensors={**self.tensors, **tensors})
 
+    def with_constants(self, constants: Mapping[str, Sequence[int]]) -> HiddenStatesSample:
+        """Return a sample with these values that are the same for all tokens."""
+        return dataclasses.replace(self, constants=constants)
+
     def in_float(self, dtype: torch.dtype | None) -> HiddenStatesSample:
         """Return a sample with :meth:`rows` instead of values with scales."""
         kept = {k: v for k, v in self.tensors.items() if k not in HiddenStates.tensor_names}

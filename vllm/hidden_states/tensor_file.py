@@ -13,12 +13,15 @@ import contextlib
 import json
 import os
 import struct
+import tempfile
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 import xxhash
 
 from vllm.hidden_states.names import CHECKSUM_KIND
+from vllm.v1.rows.fields.layout import TensorForm
 
 DTYPE_NAMES = {
     torch.float32: "F32",
@@ -65,23 +68,62 @@ def file_parts(
     """Return the content of a file of dense host tensors: its header, with checksums, then the
     bytes of each tensor, which are not copied."""
     parts = [bytes_of(tensor) for tensor in tensors.values()]
-    sums = {CHECKSUM_KEY + k: checksum(part) for k, part in zip(tensors, parts, strict=True)}
-    entries: dict[str, object] = {"__metadata__": {**metadata, **sums}}
+    forms = {name: TensorForm(one.dtype, tuple(one.shape)) for name, one in tensors.items()}
+    return [memoryview(file_header(forms, {**metadata, **checksums_of(tensors)})), *parts]
+
+
+def checksums_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """Return the metadata with the checksums of dense host tensors."""
+    return {CHECKSUM_KEY + name: checksum(bytes_of(one)) for name, one in tensors.items()}
+
+
+def file_header(forms: Mapping[str, TensorForm], metadata: Mapping[str, str]) -> bytes:
+    """Return the header of a file of tensors of these whole forms, one after another."""
+    entries: dict[str, object] = {"__metadata__": metadata}
     end = 0
-    for (name, tensor), part in zip(tensors.items(), parts, strict=True):
-        entries[name] = _entry(tensor.dtype, list(tensor.shape), end, end + len(part))
-        end += len(part)
+    for name, form in forms.items():
+        start, end = end, end + form.num_bytes
+        entries[name] = _entry(form.dtype, list(form.shape), start, end)
     text = _json(entries)
     text = text.ljust(len(text) + -(8 + len(text)) % _HEADER_ALIGNMENT_BYTES)
-    return [memoryview(struct.pack("<Q", len(text)) + text), *parts]
+    return struct.pack("<Q", len(text)) + text
+
+
+class SpooledTensor:
+    """A tensor [rows, ...] that grows in an unnamed file of a folder instead of in memory."""
+
+    def __init__(self, folder: str, form: TensorForm) -> None:
+        self._form = form
+        self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115
+        self._num_rows = 0
+
+    def append(self, rows: torch.Tensor) -> None:
+        """Write the next rows, dense, on the host."""
+        data = bytes_of(rows)
+        while data:
+            data = data[self._file.write(data[:_WRITE_BYTES]) :]
+        self._num_rows += len(rows)
+
+    def whole(self) -> torch.Tensor:
+        """Return all rows, mapped from the file."""
+        dtype, shape = self._form
+        if not self._num_rows:
+            return torch.empty((0, *shape), dtype=dtype)
+        mapped = torch.from_numpy(np.memmap(self._file, dtype=np.uint8, mode="r+"))
+        return mapped.view(dtype).view(self._num_rows, *shape)
+
+    def close(self) -> None:
+        """Free the space on the disk, once nothing uses the mapped rows."""
+        self._file.close()
 
 
 class TensorFile:
     """A writer of a new file at ``path``; only one thread at a time may use it.
 
     ``rows_name`` is the tensor that grows, with rows of shape ``row_shape``; the header has room
-    for ``num_others`` more, which :meth:`complete` takes. All methods except :meth:`discard` raise
-    the file system's ``OSError``; after one, only :meth:`discard` may be called.
+    for ``num_others`` more, which :meth:`complete` takes, and for ``name_bytes`` more of their
+    names. All methods except :meth:`discard` raise the file system's ``OSError``; after one, only
+    :meth:`discard` may be called.
     """
 
     def __init__(
@@ -92,6 +134,7 @@ class TensorFile:
         dtype: torch.dtype,
         num_others: int,
         metadata: Mapping[str, str],
+        name_bytes: int = 0,
     ) -> None:
         self.path = path
         self.num_rows = 0
@@ -101,7 +144,7 @@ class TensorFile:
         self._dtype = dtype
         self._row_bytes = torch.Size(row_shape).numel() * dtype.itemsize
         self._metadata = dict(metadata)
-        header_room = len(_json(self._metadata)) + _ENTRY_BYTES * (1 + num_others)
+        header_room = len(_json(self._metadata)) + _ENTRY_BYTES * (1 + num_others) + name_bytes
         self._data_start = 8 + header_room + -(8 + header_room) % _HEADER_ALIGNMENT_BYTES
         self._checksum = xxhash.xxh3_128()
         self._descriptor: int | None = os.open(

@@ -24,9 +24,10 @@ from vllm.hidden_states import metadata as records
 from vllm.hidden_states.metadata import DatasetSettings, FileRecord, SkippedRecord, UnitRecord
 from vllm.hidden_states.positions import positions_fit
 from vllm.hidden_states.sample import HiddenStatesError, HiddenStatesSample, in_dtype
-from vllm.hidden_states.tensor_file import TensorFile, dtype_name
+from vllm.hidden_states.tensor_file import SpooledTensor, TensorFile, dtype_name
 from vllm.utils.text import safe_name
 from vllm.utils.whole_files import sync_path, temporary_path
+from vllm.v1.rows.fields.activations import is_hook_name
 from vllm.v1.rows.fields.checks import find_bad_row
 from vllm.v1.rows.fields.fp8 import FP8, exact_rows, row_norms, row_parts
 
@@ -194,7 +195,10 @@ class UnitWriter(ABC):
         row_shape = len(settings.layer_ids), settings.hidden_size
         metadata = {**settings.metadata, **metadata}
         dtype = settings.torch_dtype
-        file = TensorFile(path, "hidden_states", row_shape, dtype, num_others, metadata)
+        # A header has each name twice more than the metadata; short ones need no more room.
+        long_names = [name for name in settings.request_tensors if is_hook_name(name)]
+        name_bytes = sum(2 * len(json.dumps(name)) for name in long_names)
+        file = TensorFile(path, "hidden_states", row_shape, dtype, num_others, metadata, name_bytes)
         self._files[name] = file
         return file
 
@@ -216,6 +220,11 @@ class _ShardWriter(UnitWriter):
         names += ["columns", "column_offsets"] if settings.has_columns else []
         names += [*settings.stored_names.tensors, *settings.stored_names.constants]
         self._columns: dict[str, list[torch.Tensor]] = {name: [] for name in scales + names}
+        self._spooled = {
+            name: SpooledTensor(directory, form)
+            for name, form in settings.request_tensors.items()
+            if is_hook_name(name)
+        }
         for name in self._columns.keys() & {"row_offsets", "token_offsets", "column_offsets"}:
             self._columns[name].append(torch.zeros(1, dtype=torch.int64))
         self._file = self._new_file(f"shard-{unit:05d}.safetensors", len(self._columns), {})
@@ -241,7 +250,11 @@ class _ShardWriter(UnitWriter):
         # Constants are the same in all samples, so they are stored once.
         parts |= tensors | {name: c for name, c in constants.items() if not self._columns[name]}
         for column, part in parts.items():
-            if part is not None:
+            if part is None:
+                continue
+            if column in self._spooled:
+                self._spooled[column].append(part)
+            else:
                 self._columns[column].append(part.clone())
 
     def commit(self) -> UnitRecord:
@@ -250,8 +263,18 @@ class _ShardWriter(UnitWriter):
             name: torch.cat(parts) if parts else empty.get(name, torch.empty(0, dtype=torch.int64))
             for name, parts in self._columns.items()
         }
+        others |= {name: tensor.whole() for name, tensor in self._spooled.items()}
         self._file.complete(others)
+        self._close()
         return super().commit()
+
+    def abort(self) -> None:
+        super().abort()
+        self._close()
+
+    def _close(self) -> None:
+        for tensor in self._spooled.values():
+            tensor.close()
 
 
 class _FileWriter(UnitWriter):

@@ -11,6 +11,7 @@ from contextlib import suppress
 import torch
 
 from vllm.hidden_states import metadata as records
+from vllm.hidden_states.column_checks import find_bad_columns
 from vllm.hidden_states.dataset import SampleFile, plain_files
 from vllm.hidden_states.manifest import make_manifest, missing_units, read_manifest
 from vllm.hidden_states.mapped_file import DamagedFileError, MappedFile
@@ -151,10 +152,13 @@ def _verify_content(file: SampleFile, settings: DatasetSettings | None) -> Itera
         except Exception as error:  # whatever wrong metadata lead to
             yield f"{file.path}: sample {place} cannot be read: {error!r}"
             return
-    for name in StoredNames.in_file(file.metadata).tensors:
-        if name in file and file.shape(name)[0] != shape[0]:
-            yield f"{file.path}: {name} has {file.shape(name)[0]} rows instead of {shape[0]}"
     yield from _verify_finite(file, row_offsets)
+    names = [name for name in StoredNames.in_file(file.metadata).tensors if name in file]
+    others = {name: file.shape(name)[0] for name in names if file.shape(name)[0] != shape[0]}
+    for name, count in others.items():
+        yield f"{file.path}: {name} has {count} rows instead of {shape[0]}"
+    if not others:
+        yield from find_bad_columns(file, row_offsets, token_offsets)
 
 
 def _verify_finite(file: MappedFile, row_offsets: torch.Tensor) -> Iterator[str]:

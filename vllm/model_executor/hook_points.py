@@ -9,7 +9,6 @@ Hooks are on modules only during passes that need them.
 from __future__ import annotations
 
 import difflib
-import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,12 +19,19 @@ import torch
 from torch import nn
 
 from vllm.forward_context import RowSink, current_row_sink
-from vllm.v1.rows.fields.activations import HOOKS, Activation, HookForm, StreamActivation
+from vllm.v1.rows.fields.activations import (
+    HOOKS,
+    Activation,
+    HookForm,
+    Place,
+    StreamActivation,
+    layer_of,
+    place_of,
+)
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
 
-_IN_LAYER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
 Part = Literal["output", "input", "sum"]
 """The part of a call that is kept. "sum" of a norm: the stream that it norms."""
 
@@ -90,15 +96,15 @@ class HookPoints:
         get_sink: Callable[[], RowSink | None] = current_row_sink,
     ) -> None:
         self.points = list(points)
-        self._by_place: dict[_Place, HookPoint] = {}
+        self._by_place: dict[Place, HookPoint] = {}
         for point in self.points:
             for name in point.names:
-                self._by_place.setdefault(_place_of(name), point)
+                self._by_place.setdefault(place_of(name), point)
         self._get_sink = get_sink
 
     def find(self, name: str) -> HookPoint:
         """Return the point of this name. ValueError: there is none."""
-        point = self._by_place.get(_place_of(name))
+        point = self._by_place.get(place_of(name))
         if point is None:
             names = [name for point in self.points for name in point.names]
             nearest = difflib.get_close_matches(name, names, 5, 0.3)
@@ -115,7 +121,7 @@ class HookPoints:
         handles = []
         try:
             for name in names:
-                point = self._by_place[_place_of(name)]
+                point = self._by_place[place_of(name)]
                 if point.module is None:
                     continue
                 hand_over = partial(self._hand_over, point)
@@ -181,13 +187,7 @@ def with_stream(points: Iterable[HookPoint], model_config: ModelConfig) -> list[
 
     before = stream(0, "hook_resid_pre", "hook_in")
     after = stream(1, "hook_resid_post", "hook_out")
-    return sorted([*before, *points, *after], key=lambda point: _place_of(point.names[0])[0])
-
-
-def layer_of(path: str) -> int | None:
-    """Return the number of the decoder layer in a module's path; None: it is in none."""
-    found = _IN_LAYER.search(path)
-    return None if found is None else int(found[1])
+    return sorted([*before, *points, *after], key=lambda point: place_of(point.names[0])[0])
 
 
 @runtime_checkable
@@ -204,19 +204,10 @@ def _published_path(model: nn.Module, module: nn.Module, path: str) -> str:
     inner = (name for name, _ in module.named_parameters() if name.count(".") == 1)
     if (name := next(inner, None)) is not None:
         published = model.published_path(f"{path}.{name}").rsplit(".", 2)[0]
-        if _place_of(published)[1]:
+        if place_of(published)[1]:
             return published
     return model.published_path(path)
 
 
 def _without_path(model: nn.Module) -> frozenset[str]:
     return model.hooks_without_path if isinstance(model, _SpellsNames) else frozenset()
-
-
-_Place = tuple[int, str]
-"""Number of a layer, and the rest of a name after it."""
-
-
-def _place_of(name: str) -> _Place:
-    found = _IN_LAYER.search(name)
-    return (-1, name) if found is None else (int(found[1]), name[found.end() :])

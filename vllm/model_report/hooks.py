@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
-from vllm.model_executor.hook_points import HookPoint, find_hook_points
+from vllm.model_executor.hook_points import HookPoint, HookPoints, find_hook_points
 from vllm.model_report.outline import outline_model
 
 if TYPE_CHECKING:
@@ -14,8 +14,13 @@ if TYPE_CHECKING:
 
 def list_hooks(vllm_config: VllmConfig) -> list[HookPoint]:
     """Return all hook points. ValueError: an engine would refuse the checkpoint."""
+    return hooks_of(vllm_config).points
+
+
+def hooks_of(vllm_config: VllmConfig) -> HookPoints:
+    """Return the hook points, to find some by name; errors as of :func:`list_hooks`."""
     model = outline_model(vllm_config).model
-    return find_hook_points(model, vllm_config.model_config).points
+    return find_hook_points(model, vllm_config.model_config)
 
 
 def hooks_as_text(points: list[HookPoint]) -> str:

@@ -35,6 +35,8 @@ class ExtractedRows(msgspec.Struct):
     fp8 also ``scales`` and ``fp8_errors``, float32 [rows, layers]; then those of other fields."""
     constants: dict[str, list[int]] = {}
     """Values that fields state once for all tokens."""
+    first: int = 0
+    """Number of the first of them among the request's rows, if they come in parts."""
 
     @property
     def hidden_states(self) -> Any:
@@ -100,6 +102,8 @@ class ModelRunnerOutput:
     prompt_logprobs: dict[str, LogprobsLists] = field(default_factory=dict)
     extracted_rows: dict[str, ExtractedRows] = field(default_factory=dict)
     """Requests all of whose rows are in host memory."""
+    parts_of_rows: dict[str, ExtractedRows] = field(default_factory=dict)
+    """New rows of requests that get them in parts."""
     failures: dict[str, Failure] = field(default_factory=dict)
     """Request id -> what is wrong with its values."""
     kv_connector_output: KVConnectorOutput | None = None

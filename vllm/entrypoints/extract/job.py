@@ -105,7 +105,8 @@ def run_job(
     from vllm.entrypoints.extract.recompute import verify_samples
 
     model_config = resolved.vllm_config.model_config
-    return verify_samples(directory, options.verify, engine_args.seed, model_config)
+    seed, points = engine_args.seed, resolved.points
+    return verify_samples(directory, options.verify, seed, model_config, points)
 
 
 @dataclass(frozen=True)

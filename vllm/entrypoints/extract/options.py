@@ -7,7 +7,7 @@ from dataclasses import field
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from vllm.entrypoints.extract.records import InputFormat
-from vllm.hidden_states.names import MOST_LOGPROBS, REQUEST_OPTIONS, DatasetFormat, Pooling
+from vllm.hidden_states.names import MOST_LOGPROBS, DatasetFormat, Pooling
 from vllm.utils.checked import ABOVE_0, FINITE, at_least, at_most, config, refuse_unless
 from vllm.utils.options import Group, Option
 
@@ -95,7 +95,10 @@ class ExtractOptions:
     """Layer ids, separated by commas: numbers from 0 (the embedding) to the number of layers,
     negative numbers from the end, ranges (0:24:4), "embed", "last", or the layers of a draft model:
     "eagle3" (the same as "speculators-eagle3"), "specforge-eagle3", "modelopt-eagle3", "dflash",
-    "modelopt-dflash"."""
+    "modelopt-dflash". Required unless there are hooks."""
+    hooks: str | None = None
+    """Hook points inside layers, separated by commas, whose values to store with each row, such as
+    "blocks.3.hook_attn_out,model.layers.3.mlp"; vllm models MODEL --hooks lists all."""
     positions: str = "all"
     """Tokens whose rows are kept: "all", "last", "every:K", "mask", or with generate "generated",
     those of the output. The others then count over prompt and output."""
@@ -170,7 +173,8 @@ class ExtractOptions:
         if self.merge:
             return
         self._require("input", self.input, "name files, folders, or - for standard input")
-        self._require("layers", self.layers, 'name layers, for instance "2,12,last"')
+        self.hook_names  # noqa: B018  raises for a mistake
+        self._require("layers", self.layers or self.hooks, 'name layers, such as "2,12,last"')
         from vllm.hidden_states.positions import parse_positions
 
         parse_positions(self.positions)
@@ -198,6 +202,7 @@ class ExtractOptions:
             raise ValueError("distributed='ray' shares the work by itself; leave out world_size")
         if self.format == "speculators":
             reason = "format='speculators' trains from "
+            self._require("layers", self.layers, f"{reason}hidden states: name layers")
             self._require("positions", self.positions == "all", f"{reason}all of them")
             self._require("pooling", self.pooling == "none", f"{reason}a row for each token")
             self._require("keep_columns", not self.keep_columns, f"{reason}rows and token ids only")
@@ -270,8 +275,18 @@ class ExtractOptions:
     @property
     def request_options(self) -> dict[str, Any]:
         """Options for more than hidden states of a token; empty if only those are stored."""
-        names = (*REQUEST_OPTIONS, *_OF_LOGPROBS) if self.top_logprobs else ()
-        return {name: getattr(self, name) for name in names}
+        names = ("top_logprobs", *_OF_LOGPROBS) if self.top_logprobs else ()
+        options = {name: getattr(self, name) for name in names}
+        return options | ({"hooks": list(self.hook_names)} if self.hooks else {})
+
+    @property
+    def hook_names(self) -> tuple[str, ...]:
+        """The names in ``hooks``, each once."""
+        from vllm.v1.rows.fields.activations import checked_hooks
+
+        if self.hooks is None:
+            return ()
+        return checked_hooks([name.strip() for name in self.hooks.split(",")])
 
     @property
     def stores_loss_mask(self) -> bool:

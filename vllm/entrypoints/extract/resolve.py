@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from vllm.config import model_facts
 from vllm.config.identity import value_identity
 from vllm.engine.arg_utils import EngineArgs
@@ -26,10 +28,14 @@ from vllm.transformers_utils.tokenizer import load_tokenizer
 from vllm.utils.boundaries import LayerId
 from vllm.utils.checked import refuse_unless
 from vllm.v1.rows.fields import BUILT_IN, StoredNames
+from vllm.v1.rows.fields.fp8 import FP8
+from vllm.v1.rows.fields.hidden import STORAGE_DTYPES
 from vllm.v1.rows.fields.requested import requested_fields
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.model_executor.hook_points import HookPoint
+    from vllm.v1.rows.fields.activations import Activation
 
 logger = init_logger(__name__)
 
@@ -86,7 +92,8 @@ class Resolved:
 
     @cached_property
     def layer_ids(self) -> tuple[LayerId, ...]:
-        assert self.options.layers is not None, "checked by ExtractOptions"
+        if self.options.layers is None:  # only hooks
+            return ()
         num_layers = self.vllm_config.model_config.get_total_num_hidden_layers()
         layer_ids = resolve_layer_ids(self.options.layers, num_layers)
         if self.options.pooling == "mean":
@@ -172,9 +179,28 @@ class Resolved:
         fields = requested_fields(options.top_logprobs, options.logprob_temperature, vocab_size)
         return {
             name: (stored.get(name, dtype_name(form.dtype)), form.shape)
-            for field in fields
+            for field in (*self._activations, *fields)
             for name, form in field.forms.items()
         }
+
+    @cached_property
+    def _activations(self) -> list[Activation]:
+        """The fields of the hooks, as the dataset stores them."""
+        stored: torch.dtype | None = STORAGE_DTYPES[self.storage_dtype]
+        if stored is FP8:  # means are bfloat16, other values as they are
+            stored = torch.bfloat16 if self.options.pooling == "mean" else None
+        return [point.field(name, stored) for name, point in self.points.items()]
+
+    @cached_property
+    def points(self) -> dict[str, HookPoint]:
+        """The hook points by the names in the options. ValueError: the model lacks one."""
+        from vllm.model_report.hooks import hooks_of
+
+        names = self.options.hook_names
+        if not names:
+            return {}
+        points = hooks_of(self._make_config())
+        return {name: points.find(name) for name in names}
 
     @cached_property
     def _identity(self) -> dict[str, Any]:

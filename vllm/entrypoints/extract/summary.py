@@ -66,9 +66,13 @@ class ProgressBar:
 def settings_lines(settings: DatasetSettings) -> Lines:
     """Return the lines for the resolved settings."""
     model_dtype = settings.options["model_dtype"].strip('"').removeprefix("torch.")
+    layers = ", ".join(map(str, settings.layer_ids)) or "none"
     return [
         ("model", settings.model + (f" @ {settings.revision}" if settings.revision else "")),
-        ("layers", f"{', '.join(map(str, settings.layer_ids))} of {settings.num_hidden_layers}"),
+        (
+            "layers",
+            f"{layers} of {settings.num_hidden_layers}",
+        ),
         ("convention", settings.convention),
         ("positions", settings.selection),
         *([("loss mask", settings.mask_rule)] if settings.mask_rule else []),

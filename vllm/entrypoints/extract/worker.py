@@ -150,7 +150,7 @@ def _results(engine: LLM, job: WorkerJob, plan: Plan, units: Iterator[int]) -> I
 
     for result in engine.extract(
         requests(),
-        settings.layer_ids,
+        settings.layer_ids or None,
         settings.positions,
         settings.dtype,
         ordered=True,

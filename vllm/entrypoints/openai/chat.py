@@ -16,7 +16,7 @@ from vllm.entrypoints.openai.generation import (
     prompt_logprobs_body,
 )
 from vllm.entrypoints.openai.protocol import ChatCompletionRequest
-from vllm.entrypoints.openai.request_prompts import render
+from vllm.entrypoints.openai.request_prompts import render, render_with_mask
 from vllm.entrypoints.openai.responses import (
     AnswerMessage,
     ChatChoice,
@@ -65,7 +65,11 @@ class Chat(Generation[ChatCompletionRequest]):
         )
 
     def _prompts(self) -> Iterator[ParsedPrompt]:
-        body = self.body
+        body, extraction = self.body, self.extraction
+        if extraction is not None and extraction.mask_rule is not None:
+            prompt, extraction.mask = render_with_mask(self.state, body, extraction.mask_rule)
+            yield prompt
+            return
         may_be_long = body.truncate_prompt_tokens is not None
         adds_special = bool(body.add_special_tokens)
         yield render(self.state, body.messages, body, adds_special, may_be_long)

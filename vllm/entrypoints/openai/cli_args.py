@@ -144,6 +144,9 @@ class ServerSettings:
     max_hidden_states_mib: Annotated[float, ABOVE_0, FINITE] = 1024.0
     """Most MiB of hidden states and log-probabilities of one request, in a file or as the body of
     the reply; this server holds them in memory."""
+    max_total_hidden_states_mib: Annotated[float, ABOVE_0, FINITE] = 4096.0
+    """Most MiB of such rows that this server holds for all requests together. Further requests wait
+    in turn, at most 60 s, and then get 503. A body that is sent as it is computed counts 16 MiB."""
     steering_vectors: SteeringFiles = field(default_factory=list)
     """Steering vectors that requests may name: NAME=PATH for each file (.safetensors, .pt or
     .gguf) that says the layers of its vectors; or one JSON list."""

@@ -15,22 +15,27 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing, suppress
 from typing import TYPE_CHECKING, Any
 
+import torch
 from fastapi import Request
 from starlette.responses import Response, StreamingResponse
+from starlette.types import Scope
 
 from vllm.entrypoints.openai.errors import bad_request, failed
+from vllm.entrypoints.openai.limits import at_end
 from vllm.entrypoints.openai.protocol import GenerationBody, HiddenStatesRequest
 from vllm.entrypoints.openai.responses import HiddenStatesBody, TensorBody
+from vllm.entrypoints.openai.row_stream import MEMORY_BYTES, RowBody, RowStreamResponse
 from vllm.entrypoints.openai.state import ServerState
 from vllm.exceptions import Failure, FailureKind
 from vllm.hidden_states.layer_ids import convention_of
-from vllm.hidden_states.sample import ExtractRequest, HiddenStatesSample
+from vllm.hidden_states.sample import ExtractRequest, FailedSample, HiddenStatesSample
 from vllm.hidden_states.tensor_file import bytes_of, dtype_name, file_parts
 from vllm.inputs import ParsedPrompt
 from vllm.outputs import CompletionOutput, RequestOutput
-from vllm.sampling_params import SamplingParams
+from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.steering import SteeringSpec
-from vllm.utils.text import safe_name
+from vllm.transformers_utils.answer_masks import parse_mask_rule
+from vllm.utils.text import brief, safe_name
 from vllm.utils.whole_files import temporary_path
 from vllm.v1.engine.extraction import ByteLimit, ExtractionSettings
 from vllm.v1.rows.fields import StoredNames
@@ -44,7 +49,7 @@ _MEDIA_TYPE = "application/octet-stream"
 _STREAM = 'hidden_states.delivery="safetensors"'
 _MIB = 1 << 20
 _CHUNK_BYTES = 1 << 20
-_NOT_TOGETHER = ("stream", "prompt_logprobs", "kv_transfer_params", "priority", "echo")
+_NOT_TOGETHER = ("prompt_logprobs", "kv_transfer_params", "echo")
 """Fields of a body that have no effect on rows, so they are refused."""
 
 
@@ -57,8 +62,7 @@ def requested_rows(body: GenerationBody) -> HiddenStatesRequest | None:
         raise bad_request("hidden_states is also in vllm_xargs: give it once")
     for name in _NOT_TOGETHER:
         value = body.__dict__.get(name)
-        is_set = value is not None and value is not False
-        if is_set and (name, value) != ("priority", 0):
+        if value is not None and value is not False:
             raise bad_request(f"{name}: not together with hidden_states; leave it out")
     return body.hidden_states or extra
 
@@ -77,9 +81,25 @@ def byte_limit(settings: ServerSettings, other: str | None) -> ByteLimit:
 class Extraction:
     """The rows of one request."""
 
-    def __init__(self, state: ServerState, options: HiddenStatesRequest) -> None:
+    def __init__(
+        self,
+        state: ServerState,
+        options: HiddenStatesRequest,
+        priority: int | None,
+        scope: Scope,
+    ) -> None:
         self._state = state
+        self._scope = scope
         self._options = options
+        self._priority = priority or 0
+        mask = options.mask
+        self.mask: Sequence[int] | None = None if isinstance(mask, str) else mask
+        """A value for each token of a prompt; for a rule, the endpoint of chats sets it."""
+        self.mask_rule = parse_mask_rule(mask) if isinstance(mask, str) else None
+        self.steering: Sequence[SteeringSpec] | None = None
+        """Vectors to add to the stream of requests that generate nothing."""
+        self._num_inline_bytes = 0
+        """Bytes of rows in the reply so far."""
         self._delivery = options.delivery or "auto"
         settings = state.settings
         self._folder = None if state.store is None else state.store.folder
@@ -107,14 +127,63 @@ class Extraction:
         prompts: Sequence[ParsedPrompt],
         params: SamplingParams | None,
         num_choices: int,
-        steering: Sequence[SteeringSpec] | None,
     ) -> list[HiddenStatesSample]:
         """Return the rows of each choice. params: to generate with; None: rows of the prompts.
-        steering: added to that of ``params``.
 
         ValueError: they cannot be served.
         """
-        options = self._options
+        found = {}
+        kind = RequestOutputKind.FINAL_ONLY
+        async with aclosing(self._run(prompts, params, num_choices, kind)) as outputs:
+            async for index, output, sample in outputs:
+                assert sample is not None
+                found[index, output.outputs[0].index] = sample
+        return [found[place] for place in sorted(found)]
+
+    def run_stream(
+        self, prompts: Sequence[ParsedPrompt], params: SamplingParams | None, num_choices: int
+    ) -> AsyncGenerator[tuple[int, RequestOutput, HiddenStatesSample | None], None]:
+        """Yield new outputs with the numbers of their prompts, and the rows of a choice with its
+        last one. ValueError, ApiError: they cannot be served, or a choice failed."""
+        if self.is_stream:
+            raise bad_request(f"stream: the reply of {_STREAM} is one file; leave stream out")
+        return self._run(prompts, params, num_choices, RequestOutputKind.DELTA)
+
+    async def _run(
+        self,
+        prompts: Sequence[ParsedPrompt],
+        params: SamplingParams | None,
+        num_choices: int,
+        kind: RequestOutputKind,
+    ) -> AsyncGenerator[tuple[int, RequestOutput, HiddenStatesSample | None], None]:
+        requests, settings = self._requests(prompts, params, num_choices), self._settings(params)
+        engine, admit = self._state.engine, self._admit
+        async with aclosing(engine.generate_with_rows(requests, settings, kind, admit)) as outputs:
+            async for index, output, item in outputs:
+                if isinstance(item, FailedSample):
+                    raise failed(item.failure)
+                yield index, output, item
+
+    async def _admit(self, num_bytes: int) -> None:
+        await self._state.row_memory.reserve(num_bytes, at_end(self._scope))
+
+    async def _admit_body(self, num_bytes: int) -> None:
+        await self._admit(min(num_bytes, MEMORY_BYTES))
+
+    def _requests(
+        self, prompts: Sequence[ParsedPrompt], params: SamplingParams | None, num_choices: int
+    ) -> list[ExtractRequest]:
+        """Return the engine's requests. ApiError: they cannot be served."""
+        if self.mask_rule is not None and (self.mask is None or params is not None):
+            what = (
+                "a conversation has answers"
+                if self.mask is None
+                else "requests that generate nothing have rules"
+            )
+            raise bad_request(
+                f"hidden_states.mask={brief(self._options.mask)}: only {what}; give a value for "
+                "each token of the prompt, or leave mask out"
+            )
         if params is None and num_choices > 1:
             raise bad_request(f"n={num_choices} with hidden_states: only with max_tokens above 0")
         if self.is_stream and len(prompts) * num_choices != 1:
@@ -123,9 +192,25 @@ class Extraction:
             )
         if self._state.store is not None and self._delivery != "inline":
             self._state.store.check_quota()
-        settings = ExtractionSettings(
+        return [ExtractRequest(_as_prompt(one), mask=self.mask) for one in prompts]
+
+    async def begin_stream(self, prompt: ParsedPrompt) -> Response | None:
+        """Return a reply whose rows are sent as they are computed; None if that cannot be."""
+        if not self.is_stream or self._options.pooling not in (None, "none"):
+            return None
+        (request,) = self._requests([prompt], None, 1)
+        engine, settings = self._state.engine, self._settings(None)
+        parts = await engine.extract_in_parts(request, settings, self._admit_body)
+        if parts is None:
+            return None
+        body = RowBody(parts, self._places_of(parts.sample), self._metadata, self._folder)
+        return RowStreamResponse(body, await body.begin(), _MEDIA_TYPE)
+
+    def _settings(self, params: SamplingParams | None) -> ExtractionSettings:
+        options = self._options
+        return ExtractionSettings(
             layers=options.layers,
-            positions="all" if options.positions is None else options.positions,
+            positions=self._positions,
             dtype=options.dtype,
             is_ordered=True,
             on_error="raise",
@@ -135,15 +220,14 @@ class Extraction:
             logprob_temperature=options.logprob_temperature or 1.0,
             sampling_params=params,
             hooks=options.hooks,
-            steering=steering,
+            steering=self.steering if params is None else None,
             byte_limit=self._limit,
+            priority=self._priority,
         )
-        requests = [ExtractRequest(_as_prompt(one), mask=options.mask) for one in prompts]
-        samples: list[Any] = []
-        async with aclosing(self._state.engine.extract_with(requests, settings)) as found:
-            async for sample in found:
-                samples.append(sample)  # noqa: PERF401
-        return samples
+
+    @property
+    def _positions(self) -> str | list[int]:
+        return "all" if self._options.positions is None else self._options.positions
 
     @property
     def is_stream(self) -> bool:
@@ -168,8 +252,10 @@ class Extraction:
         names: ids of the samples' requests, with which names of files begin. files: takes the
         files that are written.
         """
-        is_small = sum(sample.nbytes for sample in samples) <= self._inline_bytes
+        num_bytes = self._num_inline_bytes + sum(sample.nbytes for sample in samples)
+        is_small = num_bytes <= self._inline_bytes
         if self._delivery == "inline" or self._folder is None or (self.is_auto and is_small):
+            self._num_inline_bytes = num_bytes
             return await asyncio.to_thread(lambda: [*map(_inline, samples)])
         bodies = []
         for sample, name in zip(samples, names, strict=True):
@@ -204,18 +290,24 @@ class Extraction:
 
     def _parts(self, sample: HiddenStatesSample) -> list[memoryview]:
         """Return the content of a sample's file."""
-        options, constants = self._options, dict(sample.constants)
         tensors = {name: tensor.contiguous() for name, tensor in sample.tensors.items()}
-        tensors["token_ids"] = sample.token_ids
-        positions = options.positions or "all"
-        if positions != "all" or options.pooling:
+        return file_parts(tensors | self._places_of(sample), self._metadata(sample))
+
+    def _places_of(self, sample: HiddenStatesSample) -> dict[str, torch.Tensor]:
+        """Return the tensors that tell the tokens of the rows."""
+        tensors = {"token_ids": sample.token_ids}
+        if self._positions != "all" or self._options.pooling:
             tensors["positions"] = sample.positions.contiguous()
+        return tensors
+
+    def _metadata(self, sample: HiddenStatesSample) -> dict[str, str]:
+        options, constants, positions = self._options, dict(sample.constants), self._positions
         model = self._state.engine.model_config
         more = {} if options.pooling in (None, "none") else {"pooling": str(options.pooling)}
         if (output := sample.output) is not None:
             more |= {"num_prompt_tokens": str(sample.num_prompt_tokens), "text": output.text}
             more["finish_reason"] = str(output.finish_reason)
-        metadata = {
+        return {
             "model": self._state.model_name,
             "layer_ids": json.dumps(sample.layer_ids),
             "layer_convention": convention_of(sample.layer_ids),
@@ -227,7 +319,6 @@ class Extraction:
             **StoredNames(tuple(sample.other_tensors), tuple(constants)).metadata,
             **{name: json.dumps(list(values)) for name, values in constants.items()},
         }
-        return file_parts(tensors, metadata)
 
 
 def as_output(prompt: ParsedPrompt, samples: Sequence[HiddenStatesSample]) -> RequestOutput:

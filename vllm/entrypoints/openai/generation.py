@@ -114,7 +114,9 @@ class Generation(ABC, Generic[BodyT]):
         self.requests: list[ProcessedInput] = []
         """The engine's requests, one per prompt, after :meth:`prepare`."""
         rows = requested_rows(body)
-        self.extraction = None if rows is None else Extraction(state, rows)
+        self.extraction = (
+            None if rows is None else Extraction(state, rows, body.priority, request.scope)
+        )
         """The rows that the body asks for."""
         self.prompts: list[ParsedPrompt] = []
         self._steering: list[SteeringVector] = []
@@ -125,6 +127,8 @@ class Generation(ABC, Generic[BodyT]):
         self._num_tokens: Counter[int] = Counter()
         """Tokens sent so far, by choice that a stream has begun."""
         self._num_ended = 0
+        self._bodies: dict[int, HiddenStatesBody] = {}
+        """Rows for the last event of each choice."""
         self._first_params: TransferParams | None = None
         keys = state.unknown_transfer_keys(body.kv_transfer_params or {})
         names = [f"kv_transfer_params.{key}" for key in keys]
@@ -186,6 +190,7 @@ class Generation(ABC, Generic[BodyT]):
         self._params = make_sampling_params(
             self.state, self.body, self._steering, max_tokens=max_tokens, logprobs=logprobs
         )
+        self.extraction.steering = self._params.steering
 
     def _check_path(self, num_choices: int) -> None:
         """Raise ApiError if several choices would write the file at one path, one after another."""
@@ -249,9 +254,10 @@ class Generation(ABC, Generic[BodyT]):
         Raises ValueError or ApiError if the request cannot be served, or fails before that.
         """
         await self.prepare()
-        if self.extraction is not None:
+        if self.extraction is None:
+            self._check_quota()
+        elif not self.body.stream:
             return await self._answer_with_rows(self.extraction)
-        self._check_quota()
         if self.body.stream:
             chunks = self._chunks()
             return EventStream(self._events(await anext(chunks), chunks))
@@ -286,8 +292,11 @@ class Generation(ABC, Generic[BodyT]):
     async def _answer_with_rows(self, extraction: Extraction) -> Response:
         assert self._params is not None
         count, params = self.body.n or 1, self._params if self._params.max_tokens else None
-        steering = None if params is not None else self._params.steering
-        samples = await extraction.run(self.prompts, params, count, steering)
+        if params is None and len(self.prompts) * count == 1:
+            stream = await extraction.begin_stream(self.prompts[0])
+            if stream is not None:
+                return stream
+        samples = await extraction.run(self.prompts, params, count)
         if extraction.is_stream:
             return await extraction.stream(samples[0])
         names = [self.request_id(index // count) for index in range(len(samples))]
@@ -307,6 +316,21 @@ class Generation(ABC, Generic[BodyT]):
         Raises ApiError if a request failed.
         """
         return merge_async_iterators([self._run(request) for request in self.requests])
+
+    async def _outputs_with_rows(
+        self, extraction: Extraction
+    ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+        """Yield what :meth:`_outputs` does; the rows of a choice are there with its last output."""
+        params, count = self._params, self.body.n or 1
+        params = params if params is not None and params.max_tokens else None
+        async with aclosing(extraction.run_stream(self.prompts, params, count)) as outputs:
+            async for index, output, sample in outputs:
+                if sample is not None:
+                    (new,) = output.outputs
+                    names = [self.request_id(index)]
+                    (body,) = await extraction.bodies([sample], names, self._request, self._files)
+                    self._bodies[index * count + new.index] = body
+                yield index, output
 
     async def _run(self, request: ProcessedInput) -> AsyncGenerator[RequestOutput, None]:
         """Yield a request's outputs, and record their files before the outputs wait for others:
@@ -399,7 +423,9 @@ class Generation(ABC, Generic[BodyT]):
         """Yield all events of a stream. Leaving the iteration aborts the request."""
         options = self.body.stream_options or StreamOptions()
         always = options.include_usage and options.continuous_usage_stats
-        async with aclosing(self._outputs()) as outputs:
+        extraction = self.extraction
+        source = self._outputs() if extraction is None else self._outputs_with_rows(extraction)
+        async with aclosing(source) as outputs:
             async for prompt_index, output in outputs:
                 for news in self._news_of(prompt_index, output):
                     for chunk in self._chunks_of(news):
@@ -408,7 +434,7 @@ class Generation(ABC, Generic[BodyT]):
                             chunk.usage = Usage.of(num_prompt_tokens, self._num_tokens[news.choice])
                         yield chunk
         if options.include_usage:
-            lengths = [len(processed.request.prompt_token_ids) for processed in self.requests]
+            lengths = [len(prompt.token_ids or ()) for prompt in self.prompts]
             usage = Usage.of(sum(lengths), self._num_tokens.total())
             yield self.make_chunk([], usage=usage, kv_transfer_params=self._first_params)
 
@@ -419,13 +445,14 @@ class Generation(ABC, Generic[BodyT]):
             yield first
         self._num_tokens[news.choice] += len(news.completion.token_ids)
         choice = self.make_chunk_choice(news)
+        choice.hidden_states = self._bodies.pop(news.choice, None)
         chunk = self.make_chunk([choice])
         if news.completion.finish_reason is not None:
             if news.choice == 0:
                 self._first_params = choice.kv_transfer_params
             chunk.kv_transfer_params = self._first_params
             self._num_ended += 1
-            if self._num_ended == len(self.requests) * (self.body.n or 1):
+            if self._num_ended == len(self.prompts) * (self.body.n or 1):
                 chunk.system_fingerprint = self.state.system_fingerprint
         yield chunk
 

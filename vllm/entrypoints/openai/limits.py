@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -53,6 +53,7 @@ LINGER_SECONDS = 10.0
 LINGER_BYTES = 256 * 2**20
 """Limit of a body that is read and dropped so that its client can read the refusal."""
 _FILES = "vllm.reply_files"
+_AT_END = "vllm.at_end"
 _DISCONNECT: Message = {"type": "http.disconnect"}
 
 
@@ -64,6 +65,12 @@ def reply_files(scope: Scope) -> UndeliveredFiles:
     """
     files: UndeliveredFiles = scope[_FILES]
     return files
+
+
+def at_end(scope: Scope) -> ExitStack:
+    """Return the stack of what is done when the exchange of this request ends."""
+    stack: ExitStack = scope[_AT_END]
+    return stack
 
 
 @dataclass(eq=False)
@@ -89,6 +96,7 @@ class Exchange:
 
     def __post_init__(self) -> None:
         self._files = self.scope[_FILES] = UndeliveredFiles()
+        self._at_end = self.scope[_AT_END] = ExitStack()
         self._deadline = asyncio.get_running_loop().time() + self._settings.body_timeout
 
     # ---- methods that the endpoint calls
@@ -173,17 +181,23 @@ class Exchange:
         await response(self.scope, self._receive, send)
 
     async def cut_off(self, error: ApiError) -> None:
-        """End the reply with an error; in a stream, the error is the last event."""
+        """End the reply with an error: in a stream of events the last one, in another body that has
+        begun the end of the connection, before all of its bytes are sent."""
         self._files.discard()
         if not self.is_started:
             await self.refuse(error)
-        elif not self._is_complete:
+        elif self._is_complete:
+            return
+        elif self._is_event_stream:
             event = f"data: {error.body().model_dump_json()}\n\n".encode()
-            last = event if self._is_event_stream else b""
-            await self._pass({"type": "http.response.body", "body": last})
+            await self._pass({"type": "http.response.body", "body": event})
+        else:
+            connection_of(self.scope).transport.abort()
+            await self._disconnected()
 
     def end(self) -> None:
         """End the exchange; remove the files of a reply that was not delivered."""
+        self._at_end.close()
         if not self._is_delivered:
             self._files.discard()
 

@@ -129,6 +129,11 @@ SteeringPositions = Annotated[
     _Text | Annotated[list[Annotated[Int64, Strict()]], Field(fail_fast=True), Tag("<list>")],
     _one_of(_list_form, "all, prompt, generated, or a list of positions"),
 ]
+MaskField = Annotated[
+    _Text
+    | Annotated[list[Annotated[int, Field(ge=0, le=1)]], Field(fail_fast=True), Tag("<list>")],
+    _one_of(_list_form, "a list of booleans, or a rule for conversations"),
+]
 
 
 class HiddenStatesRequest(Described):
@@ -141,8 +146,9 @@ class HiddenStatesRequest(Described):
     positions: PositionsField | None = None
     """Tokens whose rows are wanted: ``"all"`` (default), ``"last"``, ``"every:K"``, ``"mask"``,
     ``"generated"``, or a list of positions in prompt and output."""
-    mask: Annotated[list[Annotated[int, Field(ge=0, le=1)]], Field(fail_fast=True)] | None = None
-    """A boolean for each token of the prompt, for ``positions="mask"``."""
+    mask: MaskField | None = None
+    """A boolean for each token of the prompt, for ``positions="mask"``; for a conversation also a
+    rule, such as ``"answers"`` or ``"last-answer,before"``. The rows have it as ``loss_mask``."""
     dtype: Literal["auto", "float32", "bfloat16", "float16", "fp8"] | None = None
     """Dtype of the rows; the model's by default. ``"fp8"``: with a scale for each row and layer."""
     pooling: Pooling | None = None

@@ -9,6 +9,7 @@ import msgspec
 
 from vllm.entrypoints.openai.errors import bad_request
 from vllm.entrypoints.openai.protocol import (
+    ChatCompletionRequest,
     ChatFields,
     CompletionRequest,
     GenerationBody,
@@ -18,7 +19,9 @@ from vllm.inputs import NO_TOKEN, ParsedPrompt
 from vllm.inputs.prompt_embeds import read_embeds
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.steering import SteeringVector, lens
-from vllm.transformers_utils.chat_template import chat_text
+from vllm.transformers_utils.answer_masks import MaskRule
+from vllm.transformers_utils.answer_spans import render_masked
+from vllm.transformers_utils.chat_template import ChatOptions, chat_text
 
 if TYPE_CHECKING:
     from vllm.entrypoints.openai.state import ServerState
@@ -109,26 +112,47 @@ def render(
     ``add_special_tokens``: add those of the tokenizer to those of the template. ``may_be_long``:
     accept more tokens than the context. Raises ValueError or ApiError if it cannot be rendered.
     """
-    if fields.chat_template is not None:
-        raise bad_request("chat_template: this server does not take templates from requests")
-    continues = bool(fields.continue_final_message)
-    adds_prompt = fields.add_generation_prompt
-    text = chat_text(
-        state.engine.get_tokenizer(),
-        [dict(message) for message in messages],
-        chat_template=state.chat_template,
-        content_format=state.settings.chat_template_content_format,
-        add_generation_prompt=not continues if adds_prompt is None else adds_prompt,
-        continue_final_message=continues,
-        tools=fields.tools or None,
-        chat_template_kwargs=fields.chat_template_kwargs,
-    )
+    options = _chat_options(state, fields)
+    listed = [dict(message) for message in messages]
+    text = chat_text(state.engine.get_tokenizer(), listed, **options)
     if not text:
         raise bad_request("the chat template makes an empty prompt from these messages")
     token_ids = state.engine.input_processor.tokenize(
         text, may_be_long=may_be_long, add_special_tokens=add_special_tokens
     )
     return ParsedPrompt(text, token_ids)
+
+
+def render_with_mask(
+    state: ServerState, body: ChatCompletionRequest, rule: MaskRule
+) -> tuple[ParsedPrompt, list[int]]:
+    """Return the prompt of a conversation and its loss mask by a rule.
+
+    Raises ValueError or ApiError if a field would move the tokens, or the answers are not found.
+    """
+    for name in ("truncate_prompt_tokens", "add_special_tokens"):
+        if getattr(body, name):
+            raise bad_request(f"{name}: not together with a rule for hidden_states.mask", name)
+    listed = [dict(message) for message in body.messages]
+    options = _chat_options(state, body)
+    rendered, mask = render_masked(state.engine.get_tokenizer(), listed, rule, **options)
+    return ParsedPrompt(rendered.get("prompt"), rendered["prompt_token_ids"]), mask.tolist()
+
+
+def _chat_options(state: ServerState, fields: ChatFields) -> ChatOptions:
+    """Return the options of a rendering; raises ApiError if the request has its own template."""
+    if fields.chat_template is not None:
+        raise bad_request("chat_template: this server does not take templates from requests")
+    continues = bool(fields.continue_final_message)
+    adds_prompt = fields.add_generation_prompt
+    return {
+        "chat_template": state.chat_template,
+        "content_format": state.settings.chat_template_content_format,
+        "add_generation_prompt": not continues if adds_prompt is None else adds_prompt,
+        "continue_final_message": continues,
+        "tools": fields.tools or None,
+        "chat_template_kwargs": fields.chat_template_kwargs,
+    }
 
 
 def fit(

@@ -17,6 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connecto
 from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_tracker import TRANSFER_PARAMS
 from vllm.entrypoints.openai.errors import ApiError
 from vllm.entrypoints.openai.hidden_states_store import storage_options
+from vllm.entrypoints.openai.row_memory import RowMemory
 from vllm.entrypoints.openai.steering_store import SteeringStore
 from vllm.transformers_utils.tokenizer import make_decoder
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -85,6 +86,11 @@ class ServerState:
     @cached_property
     def vocab_size(self) -> int:
         return self.engine.model_config.get_vocab_size()
+
+    @cached_property
+    def row_memory(self) -> RowMemory:
+        """Memory for rows of all requests."""
+        return RowMemory(int(self.settings.max_total_hidden_states_mib * 2**20))
 
     @cached_property
     def extracts(self) -> bool:

@@ -21,7 +21,7 @@ from starlette.responses import Response
 from vllm.entrypoints.openai.completion import Completion
 from vllm.entrypoints.openai.errors import ApiError, bad_form, bad_request
 from vllm.entrypoints.openai.extraction import byte_limit
-from vllm.entrypoints.openai.limits import reply_files
+from vllm.entrypoints.openai.limits import at_end, reply_files
 from vllm.entrypoints.openai.protocol import (
     MAX_TOOLS,
     Body,
@@ -140,6 +140,7 @@ class ChatRequest(_Generation):
 @router.post("/get_sequence_logprobs/")
 async def get_sequence_logprobs(
     state: State,
+    request: Request,
     body: Annotated[SequenceLogprobsRequest, Depends(SequenceLogprobsRequest.read)],
 ) -> Response:
     """Return the most likely tokens at each position of the completions, and the actual token."""
@@ -169,6 +170,10 @@ async def get_sequence_logprobs(
         ExtractRequest({"prompt_token_ids": ids}, positions=_positions(ids, length))
         for ids, length in (body.parts[index] for index in places)
     ]
+    model = state.engine.model_config
+    row_bytes = model.get_row_size() * model.dtype.itemsize + _entry_bytes(body)
+    num_rows = sum(len(_positions(*body.parts[index])) for index in places)
+    await state.row_memory.reserve(num_rows * row_bytes, at_end(request.scope))
     samples: dict[int, HiddenStatesSample] = {}
     async with aclosing(state.engine.extract_with(requests, settings)) as found:
         async for sample in found:

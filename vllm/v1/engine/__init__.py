@@ -43,6 +43,8 @@ class ExtractionSpec(msgspec.Struct, frozen=True, tag="prompt"):
     logprob_temperature: float = 1.0
     token_after: int | None = None
     """The token after the request's prompt, if the caller's prompt has more tokens."""
+    in_parts: bool = False
+    """True if the rows of each step go to the caller at once."""
     hooks: tuple[str, ...] = ()
     """Names of hook points whose values are kept with each row."""
     hook_cells: int = 0
@@ -154,7 +156,8 @@ class EngineCoreOutput(msgspec.Struct, kw_only=True):
     first_scheduled_time: float | None = None
     """Unix time, seconds; None: it never left the queue."""
     extracted: ExtractedRows | None = None
-    """Set in the last output of a request that asked for rows."""
+    """Set in the last output of a request that asked for rows, and in those before it that bring
+    parts of them."""
 
     def end(
         self, reason: FinishReason, stop_reason: int | str | None, failure: Failure | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import pickle
 import sys
@@ -20,7 +21,7 @@ from collections.abc import (
 from contextlib import aclosing, asynccontextmanager
 from functools import partial
 from itertools import count
-from typing import TYPE_CHECKING, Any, Unpack, get_args
+from typing import TYPE_CHECKING, Any, NamedTuple, Unpack, get_args
 
 from vllm.distributed.kv_events import events_from_message
 from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (
@@ -29,7 +30,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connecto
 from vllm.exceptions import Failure, FailureKind
 from vllm.hidden_states.layer_ids import Layers
 from vllm.hidden_states.names import Pooling
-from vllm.hidden_states.sample import FailedSample, HiddenStatesSample
+from vllm.hidden_states.sample import FailedSample, HiddenStatesError, HiddenStatesSample
 from vllm.inputs import PromptType
 from vllm.logger import init_logger
 from vllm.outputs import (
@@ -41,6 +42,7 @@ from vllm.outputs import (
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.steering import SteeringVector
 from vllm.transformers_utils.pooling_config import VectorPooling
+from vllm.utils.async_utils import merge_async_iterators
 from vllm.v1.engine import EngineCoreOutput, FinishReason
 from vllm.v1.engine.core_client import AsyncCoreClient, CoreHandle
 from vllm.v1.engine.core_messages import (
@@ -59,6 +61,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.extraction import (
     ExtractionFeed,
     ExtractionSettings,
+    Item,
     OnError,
     Prepared,
 )
@@ -72,6 +75,7 @@ from vllm.v1.engine.pooling import (
 )
 from vllm.v1.engine.renderer_threads import RendererThreads
 from vllm.v1.engine.worker_calls import PauseMode, Weights, call_with_model
+from vllm.v1.outputs import ExtractedRows
 
 if TYPE_CHECKING:
     import torch
@@ -83,6 +87,19 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 _PAUSE_POLL_SECONDS = 0.002
+
+
+def joined(before: CompletionOutput | None, new: CompletionOutput) -> CompletionOutput:
+    """Return a completion with the text and tokens of earlier outputs before the new ones."""
+    if before is None:
+        return new
+    logprobs = None if new.logprobs is None else [*(before.logprobs or ()), *new.logprobs]
+    return dataclasses.replace(
+        new,
+        text=before.text + new.text,
+        token_ids=[*before.token_ids, *new.token_ids],
+        logprobs=logprobs,
+    )
 
 
 class UndeliveredFiles:
@@ -137,6 +154,15 @@ class RequestStream:
             if self._outputs.empty():
                 item.outputs = [self._completions[index] for index in sorted(self._completions)]
                 return item
+
+
+class Parts(NamedTuple):
+    """Rows of one prompt that come step by step."""
+
+    sample: HiddenStatesSample
+    """Tokens, positions and loss mask; no rows."""
+    rows: AsyncGenerator[ExtractedRows, None]
+    """Closing it aborts the request."""
 
 
 class _ExtractCall:
@@ -422,6 +448,88 @@ class AsyncLLM(EngineFrontEnd):
             for task in (submitter, *call.tasks):
                 task.cancel()
             await asyncio.gather(submitter, *call.tasks, return_exceptions=True)
+
+    async def generate_with_rows(
+        self,
+        prompts: Sequence[Any],
+        settings: ExtractionSettings,
+        kind: RequestOutputKind,
+        admit: Callable[[int], Awaitable[None]],
+    ) -> AsyncGenerator[tuple[int, RequestOutput, Item | None], None]:
+        """Yield (number of the prompt, new output of one of its completions, its rows or failure
+        once it has ended). ValueError: a prompt cannot be served.
+
+        kind: DELTA or FINAL_ONLY. admit: awaited with the bytes of all rows before anything runs.
+        """
+        await self.start()
+        feed = ExtractionFeed(self.vllm_config, self.input_processor, prompts, settings)
+        runs = []
+        for _ in prompts:
+            request_id = f"extract-{next(self._extraction_numbers)}"
+            prepared = await self.renderer.run(sys.maxsize, feed.prepare_next, request_id)
+            assert prepared is not None
+            processed = feed.accept(prepared)
+            if processed is not None:
+                processed.request.sampling_params.output_kind = kind
+            runs.append(self._run_with_rows(feed, prepared.item, processed))
+        await admit(feed.num_bytes)
+        async with aclosing(merge_async_iterators(runs)) as outputs:
+            async for index, (output, item) in outputs:
+                yield index, output, item
+
+    async def _run_with_rows(
+        self, feed: ExtractionFeed, ready: Any, processed: ProcessedInput | None
+    ) -> AsyncGenerator[tuple[RequestOutput, Item | None], None]:
+        """Run a prepared request; ``ready``: its result if there is nothing to run."""
+        if processed is None:
+            nothing = CompletionOutput(0, "", [], None, None, "length")
+            ids = ready.token_ids.tolist()
+            yield RequestOutput(ready.request_id, None, ids, None, [nothing], True), ready
+            return
+        so_far: dict[int, CompletionOutput] = {}
+        async with aclosing(self.run(processed)) as outputs:
+            async for output in outputs:
+                for new in output.outputs:
+                    whole = so_far[new.index] = joined(so_far.get(new.index), new)
+                    is_ended = new.finish_reason is not None
+                    item = feed.item_of(output.request_id, whole) if is_ended else None
+                    yield dataclasses.replace(output, outputs=[new]), item
+
+    async def extract_in_parts(
+        self, prompt: Any, settings: ExtractionSettings, admit: Callable[[int], Awaitable[None]]
+    ) -> Parts | None:
+        """Start to extract the rows of one prompt, to be handed over step by step; ``admit`` is
+        awaited before, with their bytes.
+
+        None: they cannot come in parts (generated text, pooling, positions in another order).
+        ValueError: the request cannot be served.
+        """
+        await self.start()
+        feed = ExtractionFeed(self.vllm_config, self.input_processor, [prompt], settings)
+        request_id = f"extract-{next(self._extraction_numbers)}"
+        prepared = await self.renderer.run(sys.maxsize, feed.prepare_next, request_id)
+        request = None if prepared is None else feed.in_parts(prepared)
+        if request is None:
+            return None
+        await admit(feed.num_bytes)
+        return Parts(request.sample, self._parts(request.processed))
+
+    async def _parts(self, processed: ProcessedInput) -> AsyncGenerator[ExtractedRows, None]:
+        """Yield new rows as they come. HiddenStatesError: the request failed."""
+        num_rows = 0
+        async with aclosing(self.run(processed)) as outputs:
+            async for output in outputs:
+                (completion,) = output.outputs
+                rows = completion.extracted
+                if rows is None:
+                    message = f"{completion.finish_reason}: {completion.stop_reason}"
+                    failure = completion.failure or Failure(FailureKind.ABORTED, message)
+                    raise HiddenStatesError(0, failure)
+                # A request that was computed again brings some of them twice.
+                rows = rows.part(slice(num_rows - rows.first, None))
+                num_rows += len(rows)
+                if len(rows):
+                    yield rows
 
     async def _submit_extractions(self, call: _ExtractCall) -> None:
         """Hand prompts to the core while there is room for them."""

@@ -45,7 +45,7 @@ from vllm.v1.engine import ExtractionSpec, GenerationSpec
 from vllm.v1.engine.generated_rows import RowsOfText
 from vllm.v1.engine.input_processor import InputProcessor, ProcessedInput, TruncationSide
 from vllm.v1.outputs import ExtractedRows
-from vllm.v1.rows.fields.activations import is_hook_name
+from vllm.v1.rows.fields.activations import checked_hooks
 from vllm.v1.rows.fields.hidden import STORAGE_DTYPES, HiddenStates
 from vllm.v1.rows.fields.layout import RowLayout, TensorForm
 from vllm.v1.rows.fields.requested import requested_fields
@@ -92,6 +92,7 @@ class ExtractionSettings:
     """Finds the positions by the token ids of a prompt, instead of ``positions``."""
     most_tokens: int | None = None
     """Most tokens of a prompt; None: as many as the context holds."""
+    priority: int = 0
     own_options: frozenset[str] | None = None
     """Options that an ExtractRequest may have beside its prompt; None: all."""
 
@@ -135,6 +136,14 @@ class Prepared(NamedTuple):
     processed: ProcessedInput | None = None
 
 
+class RequestInParts(NamedTuple):
+    """A request whose rows come step by step."""
+
+    sample: HiddenStatesSample
+    """Its tokens, positions and loss mask; no rows."""
+    processed: ProcessedInput
+
+
 def storage_dtype(value: object) -> str | None:
     """Return the name of a dtype in which rows can be delivered; None for the model's own."""
     if value is None or value == "auto":
@@ -160,20 +169,6 @@ def check_logprobs(count: object, temperature: object) -> None:
     is_number = isinstance(temperature, int | float) and not isinstance(temperature, bool)
     if not is_number or not 1e-4 <= cast("float", temperature) <= 1e4:
         raise ValueError(f"logprob_temperature={temperature!r}: has to be in [0.0001, 10000]")
-
-
-def checked_hooks(hooks: object) -> tuple[str, ...]:
-    """Return the names of hook points, each once. ValueError: they are not names."""
-    names = [hooks] if isinstance(hooks, str) else [] if hooks is None else hooks
-    are_names = isinstance(names, list | tuple) and all(
-        isinstance(name, str) and is_hook_name(name) for name in names
-    )
-    if not are_names:
-        raise ValueError(
-            f"hooks={brief(hooks)}: has to be a list of names such as 'blocks.3.hook_attn_out' or "
-            "'model.layers.3.mlp'"
-        )
-    return tuple(dict.fromkeys(cast("list[str]", names)))
 
 
 _resolve_layers = lru_cache(maxsize=256)(resolve_layer_ids)
@@ -210,7 +205,8 @@ class ExtractionFeed:
         self._num_accepted = 0
         self._num_returned = 0
         self._num_tokens = 0  # of prompts under way
-        self._num_bytes = 0  # of all samples, for the limit
+        self.num_bytes = 0
+        """Bytes of all samples so far, or the most that they can be, if there is a limit."""
         self._pending: dict[str, _Pending] = {}
         self._num_ready = 0  # prompts whose items were put into _ready
         self._ready: deque[tuple[Item, bool]] = deque()
@@ -270,6 +266,22 @@ class ExtractionFeed:
             self._deliver(item.index, [item])
         return processed
 
+    def in_parts(self, prepared: Prepared) -> RequestInParts | None:
+        """Return a request to run instead of the prepared one; None if its rows cannot come in
+        parts, in their order. ValueError: it cannot be served."""
+        item, processed = prepared
+        if isinstance(item, FailedSample):
+            raise ValueError(f"prompt {item.index}: {item.reason}")
+        if not isinstance(item, _Pending) or processed is None:
+            return None
+        if item.order is not None or item.text is not None or item.pooled_as is not None:
+            return None
+        spec = msgspec.structs.replace(item.spec, in_parts=True)
+        request = msgspec.structs.replace(processed.request, extraction=spec)
+        none = ExtractedRows({})
+        sample = self._sample_of(processed.external_id, item, none)
+        return RequestInParts(sample, processed._replace(request=request))
+
     def _prepare(self, index: int, request_id: str, prompt: Any) -> Prepared:
         options = prompt if isinstance(prompt, ExtractRequest) else ExtractRequest(prompt)
         settings = self._settings
@@ -289,6 +301,7 @@ class ExtractionFeed:
             settings.truncate_prompt_tokens,
             settings.truncation_side,
             () if steering is None else steering_specs(steering),
+            settings.priority,
         )
         token_ids = processed.request.prompt_token_ids
         positions = settings.positions if options.positions is None else options.positions
@@ -408,10 +421,10 @@ class ExtractionFeed:
             return
         row_bytes = sum(form.num_bytes for form in self._forms(spec).values())
         row_bytes += len(spec.hooks) * model.get_row_size() * model.dtype.itemsize
-        self._num_bytes += num_rows * row_bytes
-        if self._num_bytes > limit.num_bytes:
+        self.num_bytes += num_rows * row_bytes
+        if self.num_bytes > limit.num_bytes:
             raise ValueError(
-                f"the rows take {format_bytes(self._num_bytes)} or more, and at most "
+                f"the rows take {format_bytes(self.num_bytes)} or more, and at most "
                 f"{format_bytes(limit.num_bytes)} are allowed: {limit.advice}"
             )
 
@@ -453,11 +466,14 @@ class ExtractionFeed:
 
     def take(self, output: RequestOutput) -> None:
         """Take in the output of a request of this call that has ended."""
-        pending = self._end(output.request_id)
-        items = [self._item(output.request_id, pending, one) for one in output.outputs]
+        pending = self._pending[output.request_id]
+        items = [self.item_of(output.request_id, one) for one in output.outputs]
+        self._end(output.request_id)
         self._deliver(pending.index, items)
 
-    def _item(self, request_id: str, pending: _Pending, completion: CompletionOutput) -> Item:
+    def item_of(self, request_id: str, completion: CompletionOutput) -> Item:
+        """Make the item of a completion that has ended, of a request of this call."""
+        pending = self._pending[request_id]
         if completion.extracted is not None:
             try:
                 return self._sample(request_id, pending, completion)
@@ -520,28 +536,35 @@ class ExtractionFeed:
                 pending.index, request_id, token_ids, spec, completion
             )
             return _pooled(sample, pending.pooled_as)
-        positions = torch.arange(len(token_ids))
-        if spec.positions is not None:
-            positions = torch.tensor(spec.positions, dtype=torch.int64)
         if completion is None:
             extracted = self._no_rows(spec)
         else:
             assert completion.extracted is not None
             extracted = completion.extracted
+        sample = self._sample_of(request_id, pending, extracted)
+        if pending.order is not None:
+            sample = sample.take_rows(pending.order)
+        return _pooled(sample, pending.pooled_as)
+
+    def _sample_of(
+        self, request_id: str, pending: _Pending, extracted: ExtractedRows
+    ) -> HiddenStatesSample:
+        """Make the sample of a prompt with these rows, in the order of their positions."""
+        listed = pending.spec.positions
         sample = HiddenStatesSample(
             index=pending.index,
             request_id=request_id,
-            token_ids=torch.tensor(token_ids, dtype=torch.int64),
-            positions=positions,
+            token_ids=torch.tensor(pending.token_ids, dtype=torch.int64),
+            positions=torch.arange(len(pending.token_ids))
+            if listed is None
+            else torch.tensor(listed, dtype=torch.int64),
             tensors=extracted.tensors,
-            layer_ids=spec.layer_ids,
+            layer_ids=pending.spec.layer_ids,
             constants=extracted.constants,
         )
         if pending.loss_mask is not None:
             sample = sample.with_tensors(loss_mask=pending.loss_mask)
-        if pending.order is not None:
-            sample = sample.take_rows(pending.order)
-        return _pooled(sample, pending.pooled_as)
+        return sample
 
     def _no_rows(self, spec: ExtractionSpec) -> ExtractedRows:
         from vllm.v1.rows.leaving import empty_rows

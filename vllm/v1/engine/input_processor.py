@@ -86,14 +86,7 @@ class InputProcessor:
             raise ValueError(
                 f"sampling_params of type {type(params).__name__}: has to be SamplingParams"
             )
-        value: object = priority
-        if not isinstance(value, Integral) or not -(2**63) <= int(value) < 2**63:
-            raise ValueError(f"priority={brief(value)}: has to be a 64-bit integer")
-        if priority and self._scheduling_policy != "priority":
-            raise ValueError(
-                f"priority={priority}: has no effect with scheduling_policy="
-                f'"{self._scheduling_policy}"; leave it out, or start the engine with "priority"'
-            )
+        self._check_priority(priority)
         params = params.checked_copy()
         if params.max_tokens == 0 and not self._extracts:
             raise VLLMValidationError(
@@ -122,6 +115,15 @@ class InputProcessor:
         spec = GenerationSpec(layer_ids, num_prompt_tokens=len(request.prompt_token_ids))
         return processed._replace(request=msgspec.structs.replace(request, extraction=spec))
 
+    def _check_priority(self, priority: object) -> None:
+        if not isinstance(priority, Integral) or not -(2**63) <= int(priority) < 2**63:
+            raise ValueError(f"priority={brief(priority)}: has to be a 64-bit integer")
+        if priority and self._scheduling_policy != "priority":
+            raise ValueError(
+                f"priority={priority}: has no effect with scheduling_policy="
+                f'"{self._scheduling_policy}"; leave it out, or start the engine with "priority"'
+            )
+
     def process_extraction(
         self,
         external_id: str,
@@ -131,19 +133,27 @@ class InputProcessor:
         keep: int | None = None,
         side: TruncationSide = "left",
         steering: Sequence[SteeringSpec] = (),
+        priority: int = 0,
     ) -> ProcessedInput:
         """Make a request whose rows are still to be named; without settings it generates no token.
 
         ``params`` is not changed. ``keep``, ``side``: as for :meth:`truncate`, but the special
         tokens around a text stay. ``steering``: added to that of ``params``.
         """
+        self._check_priority(priority)
         if params is None:
             params = SamplingParams(max_tokens=0, temperature=0.0)
         else:
             params = _checked_for_rows(params)
         params.steering = [*(params.steering or ()), *steering] or None
         cut = prompt if keep is None else self._cut(prompt, keep, side, add_special_tokens)
-        return self._process(external_id, cut, params, add_special_tokens=add_special_tokens)
+        return self._process(
+            external_id,
+            cut,
+            params,
+            priority=priority,
+            add_special_tokens=add_special_tokens,
+        )
 
     def _cut(
         self, prompt: PromptType, keep: int, side: TruncationSide, add_special_tokens: bool

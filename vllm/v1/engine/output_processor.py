@@ -182,6 +182,12 @@ class OutputProcessor:
                 # The core ends the request and reports it once more; that output is the last.
                 processed.reqs_to_finish[output.request_id] = stop
                 continue
+            elif output.extracted is not None:
+                part = CompletionOutput(completion.index, "", [], None, None, None)
+                part.extracted = output.extracted
+                processed.request_outputs.append(self._request_output(completion, [part]))
+                processed.request_ids.append(completion.user_request.request.request_id)
+                continue
             elif not output.new_token_ids:
                 continue
             request_output = self._make_output(completion)

@@ -132,6 +132,36 @@ class CallerTensors:
         return self._rows
 
 
+class PassingTensors(CallerTensors):
+    """The rows of a request whose caller gets those of each step at once."""
+
+    def __init__(
+        self, hidden: HiddenStates, layout: RowLayout, positions: Sequence[int] | Ints
+    ) -> None:
+        super().__init__(hidden, layout, ())
+        self.positions = np.array(positions, dtype=np.int64)
+        self._pieces: dict[int, ExtractedRows] = {}
+        """Rows on their way, by the number of the first."""
+
+    def _place(self, first: int, count: int) -> ExtractedRows:
+        if first not in self._pieces:
+            room = self._make_room(count)
+            self._pieces[first] = ExtractedRows(room.tensors, room.constants, first)
+        return self._pieces[first]
+
+    def take(self, first: int) -> ExtractedRows:
+        """Return the piece that begins with this row, which has arrived, and forget it."""
+        return self._pieces.pop(first)
+
+    def fresh(self) -> CallerTensors:
+        return PassingTensors(self.hidden, self.layout, self.positions)
+
+    def whole(self) -> ExtractedRows:
+        """Return no rows: all were taken. BadRowsError: one of them never came."""
+        end = super().whole()
+        return ExtractedRows(end.tensors, end.constants, len(self.positions))
+
+
 class GrowingTensors(CallerTensors):
     """The rows of a request that generates: their number is known only when it has ended.
 

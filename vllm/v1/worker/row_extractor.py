@@ -16,7 +16,7 @@ from vllm.utils.transfers import to_device
 from vllm.v1.engine import ExtractionSpec, GenerationSpec
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.rows.capture import CaptureTarget
-from vllm.v1.rows.destinations import CallerTensors, GrowingTensors
+from vllm.v1.rows.destinations import CallerTensors, GrowingTensors, PassingTensors
 from vllm.v1.rows.fields.fp8 import FP8
 from vllm.v1.rows.fields.hidden import STORAGE_DTYPES, HiddenStates
 from vllm.v1.rows.fields.layout import Field, RowLayout
@@ -123,7 +123,8 @@ class RowExtractor:
         layout = RowLayout(hidden.cells, fields)
         if isinstance(spec, GenerationSpec):
             return GrowingTensors(hidden, layout, partial(_find_positions, spec))
-        return CallerTensors(hidden, layout, spec.checked_positions(num_tokens))
+        kind = PassingTensors if spec.in_parts else CallerTensors
+        return kind(hidden, layout, spec.checked_positions(num_tokens))
 
     def end_request(self, req_id: str, rows: CallerTensors) -> None:
         """Take in that a request has ended: a step hands its rows over if it generated."""
@@ -228,6 +229,8 @@ class RowsOfStep(NamedTuple):
                 positions = part.rows.positions[part.first : part.first + part.num_rows].tolist()
                 try:
                     part.rows.append(sent.rows.take(place, part.room, positions))
+                    if isinstance(part.rows, PassingTensors):
+                        output.parts_of_rows[part.req_id] = part.rows.take(part.first)
                 except BadRowsError as error:
                     output.failures[part.req_id] = error.failure
         ended = [(req_id, self.ended.pop(req_id)) for req_id in list(self.ended)]

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 
 from vllm.exceptions import Failure, FailureKind
 from vllm.forward_context import HIDDEN_STATES
 from vllm.utils.boundaries import LayerId
+from vllm.utils.text import brief
 from vllm.v1.rows.fields.layout import Cells, Field, TensorForm
 
+_IN_LAYER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
 HOOKS = "hooks"
 """The source: values at hook points, put under the first name of the point."""
 
@@ -102,3 +105,33 @@ class StreamActivation(Activation):
 def is_hook_name(name: str) -> bool:
     """Tell whether a tensor is named after a hook point. No other field's name has a dot."""
     return "." in name
+
+
+def checked_hooks(hooks: object) -> tuple[str, ...]:
+    """Return the names of hook points, each once. ValueError: they are not names."""
+    names = [hooks] if isinstance(hooks, str) else [] if hooks is None else hooks
+    are_names = isinstance(names, list | tuple) and all(
+        isinstance(name, str) and is_hook_name(name) for name in names
+    )
+    if not are_names:
+        raise ValueError(
+            f"hooks={brief(hooks)}: has to be a list of names such as 'blocks.3.hook_attn_out' or "
+            "'model.layers.3.mlp'"
+        )
+    return tuple(dict.fromkeys(cast("list[str]", names)))
+
+
+def layer_of(path: str) -> int | None:
+    """Return the number of the decoder layer in a module's path; None: it is in none."""
+    found = _IN_LAYER.search(path)
+    return None if found is None else int(found[1])
+
+
+Place = tuple[int, str]
+"""Number of a layer, and the rest of a name after it."""
+
+
+def place_of(name: str) -> Place:
+    """Return the number of the layer in a name, -1 if there is none, and the rest after it."""
+    found = _IN_LAYER.search(name)
+    return (-1, name) if found is None else (int(found[1]), name[found.end() :])
