@@ -49,6 +49,11 @@ class ArrowExporter(Exporter):
         self._file = self._resources.enter_context(pa.OSFile(self._path, "wb"))
         self._stream: pa.RecordBatchStreamWriter | None = None
 
+    def _refusal(self, stored: HiddenStatesSample) -> str | None:
+        names = self._settings.stored_names.tensors
+        is_whole = all(name in stored.tensors for name in names)
+        return None if is_whole else "it has no rows, and so lacks columns"
+
     @abstractmethod
     def _columns(self, stored: HiddenStatesSample) -> dict[str, Column]:
         """Return the columns of a sample; all samples have the same ones."""
