@@ -21,6 +21,7 @@ import pytest
 import torch
 
 from tests.hidden_states.sample_data import folder_bytes
+from vllm.entrypoints.cli.hidden_states import hidden_states
 from vllm.hidden_states import HiddenStatesDataset
 from vllm.hidden_states.convert import convert_dataset
 from vllm.hidden_states.exporters import format_names
@@ -361,6 +362,17 @@ def test_a_folder_with_something_else(tmp_path: Path) -> None:
     convert_dataset(str(path), str(tmp_path / "c"), "numpy")
     with pytest.raises(ValueError, match="format: 'numpy' there, 'webdataset' now"):
         convert_dataset(str(path), str(tmp_path / "c"), "webdataset")
+
+
+def test_the_command_lists_what_is_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = make_dataset(tmp_path / "a")
+    arguments = ["convert", str(path), "--to", "specforge-dflash", str(tmp_path / "b")]
+    assert hidden_states(arguments) == 0
+    printed = capsys.readouterr().out
+    assert "4 samples and records are left out" in printed
+    assert "  4: format: its reader needs two consecutive tokens" in printed
 
 
 def convert_in_child(*arguments: str, limit: int | None = None) -> subprocess.Popen[str]:

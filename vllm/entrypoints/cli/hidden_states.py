@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
+from collections import Counter
 from collections.abc import Sequence
 
 from vllm.hidden_states.exporters import format_names
@@ -98,6 +99,7 @@ def _verify(args: argparse.Namespace) -> int:
 
 def _convert(args: argparse.Namespace) -> int:
     from vllm.hidden_states.convert import convert_dataset
+    from vllm.hidden_states.manifest import read_skipped
     from vllm.hidden_states.metadata import INDEX_FILE
     from vllm.utils.mem_utils import format_bytes
 
@@ -111,7 +113,10 @@ def _convert(args: argparse.Namespace) -> int:
     print(f"{args.destination}: {t.samples} samples, {t.rows} rows, {format_bytes(t.bytes)}")
     if t.skipped:
         index = os.path.join(args.destination, INDEX_FILE)
-        print(f"{t.skipped} samples and records are left out; {index} has the reasons")
+        print(f"{t.skipped} samples and records are left out; {index} lists them")
+        reasons = Counter(one.reason for one in read_skipped(args.destination))
+        for reason, count in reasons.most_common():
+            print(f"  {count}: {reason}")
     return 0
 
 

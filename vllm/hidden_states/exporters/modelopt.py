@@ -29,8 +29,8 @@ class Exporter(TorchFiles):
             return None
         if settings.num_hidden_layers in settings.layer_ids:
             return (
-                "the last state is the one before the final norm (hidden_states_prenorm), which "
-                "only DFlash applies to it; for other heads extract the layer norm"
+                "the last state is the one before the final norm, and hidden_states_prenorm says "
+                "so, which only DFlash reads; for other heads extract the layer norm"
             )
         problem = f"layers {list(settings.layer_ids)}, and it needs norm, too"
         raise ValueError(refusal(settings, problem, cls.needed_layers(settings)))
