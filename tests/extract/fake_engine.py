@@ -27,11 +27,11 @@ MARKER = "FAKE_ENGINE_MARKER"
 WINDOW = 5
 
 
-def fake_rows(token_ids: list[int], layers: Iterable[int], hidden_size: int) -> torch.Tensor:
+def fake_rows(token_ids: list[int], layers: Iterable[int | str], hidden_size: int) -> torch.Tensor:
     """float32 [tokens, layers, hidden]"""
     tokens = torch.tensor(token_ids, dtype=torch.float32)[:, None, None]
     places = torch.arange(len(token_ids), dtype=torch.float32)[:, None, None]
-    layer_ids = torch.tensor(list(layers), dtype=torch.float32)[None, :, None]
+    layer_ids = torch.tensor([float(99 if one == "norm" else one) for one in layers])[None, :, None]
     columns = torch.arange(hidden_size, dtype=torch.float32)
     return torch.sin(tokens * 0.37 + places * 0.11 + layer_ids * 1.3 + columns) + 0.01 * tokens
 

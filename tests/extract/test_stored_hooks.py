@@ -9,13 +9,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 import torch
 
 from tests.engine.harness import engine
-from tests.engine.test_hooks import Oracle, place_of
 from tests.extract.job_harness import digests, rewrite, token_lists, write_token_ids
-from tests.models.oracle import relative_error
+from tests.models.oracle import ModuleOracle, place_of, relative_error
 from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.extract.job import load_llm, run_job
 from vllm.entrypoints.extract.options import ExtractOptions
@@ -94,6 +94,27 @@ def compare(folder: Path, expected: list[HiddenStatesSample], names: Any = HOOKS
             assert torch.equal(value, right.activations[name]), name
 
 
+def test_columns_for_saelens(extract: Extract, tmp_path: Path) -> None:
+    """A column for each hook point, written directly or converted; others refuse them."""
+    hooks = HOOKS[1:]
+    options = {"pack": 8, "layers": "0", "hooks": ",".join(hooks)}
+    direct, dataset = extract(format="saelens", **options), extract(**options)
+    convert_dataset(str(dataset), str(tmp_path / "b"), "saelens")
+    tables = [
+        pa.concat_tables(
+            pa.ipc.open_stream(file).read_all() for file in sorted(folder.glob("*.arrow"))
+        )
+        for folder in (direct, tmp_path / "b")
+    ]
+    assert tables[0].to_pylist() == tables[1].to_pylist()
+    assert {*tables[0].column_names} == {"blocks.0.hook_resid_pre", *hooks, "token_ids"}
+    for row, sample in zip(tables[0].to_pylist(), HiddenStatesDataset(dataset), strict=True):
+        for name in hooks:
+            assert torch.equal(torch.tensor(row[name]), sample.activations[name])
+    with pytest.raises(ValueError, match=r"format=modelopt does not store blocks.0.hook_resid_mid"):
+        extract(format="modelopt", layers="0,1,2,norm", hooks=hooks[0])
+
+
 @pytest.mark.parametrize("form", ["sharded", "files", "speculators"])
 def test_they_are_those_of_the_engine_and_of_transformers(
     form: str, extract: Extract, tiny_llama: Path
@@ -101,7 +122,7 @@ def test_they_are_those_of_the_engine_and_of_transformers(
     layers = {"layers": "0,1,2,last"} if form == "speculators" else {}
     folder = extract(format=form, **layers)
     compare(folder, of_engine(tiny_llama))
-    oracle = Oracle(tiny_llama)
+    oracle = ModuleOracle(tiny_llama)
     names = {"model.layers.1.self_attn": "self_attn", "blocks.0.mlp.hook_out": "mlp"}
     places = {name: (place_of(name) or (0, ""))[0] for name in names}
     for sample in HiddenStatesDataset(folder):

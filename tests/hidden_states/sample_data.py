@@ -10,9 +10,9 @@ import torch
 from vllm.hidden_states.manifest import merge_units, start_dataset
 from vllm.hidden_states.metadata import (
     STORAGE_DTYPES,
-    DatasetFormat,
     DatasetSettings,
 )
+from vllm.hidden_states.names import DatasetFormat
 from vllm.hidden_states.sample import HiddenStatesSample
 from vllm.hidden_states.units import open_unit_writer, plan_units
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import os
 from pathlib import Path
@@ -15,11 +16,10 @@ from tests.hidden_states.sample_data import folder_bytes, make_samples, make_set
 from vllm.hidden_states import HiddenStatesDataset
 from vllm.hidden_states import convert as convert_module
 from vllm.hidden_states.convert import convert_dataset
-from vllm.hidden_states.layer_ids import check_speculators
 from vllm.hidden_states.manifest import merge_units, start_dataset
 from vllm.hidden_states.metadata import SkippedRecord, read_unit_records
 from vllm.hidden_states.names import FORMATS, DatasetFormat
-from vllm.hidden_states.units import open_unit_writer
+from vllm.hidden_states.units import open_unit_writer, writer_of
 from vllm.hidden_states.verify import verify_dataset
 from vllm.v1.rows.fields.fp8 import FP8
 from vllm.v1.rows.file import write_hidden_states
@@ -265,10 +265,14 @@ def test_what_speculators_cannot_have(tmp_path: Path) -> None:
 
 
 def test_layers_that_speculators_trains_from() -> None:
-    assert check_speculators((2, 18, 33, 36), 36, "all", "bfloat16") is None
-    note = check_speculators((2, 10, 18, 26, 34, 36), 36, "all", "bfloat16")
-    assert note == "train with --target-layer-ids 2 10 18 26 34"
+    def note(*layer_ids: int) -> str | None:
+        settings = make_settings(make_samples([2]), "speculators")
+        settings = dataclasses.replace(settings, layer_ids=layer_ids, num_hidden_layers=36)
+        return writer_of("speculators").check(settings)
+
+    assert note(2, 18, 33, 36) is None
+    assert note(2, 10, 18, 26, 34, 36) == "train with --target-layer-ids 2 10 18 26 34"
     with pytest.raises(ValueError, match="end the list with 36"):
-        check_speculators((2, 18, 33), 36, "all", "bfloat16")
+        note(2, 18, 33)
     with pytest.raises(ValueError, match="different layers before the last"):
-        check_speculators((2, 2, 36), 36, "all", "bfloat16")
+        note(2, 2, 36)

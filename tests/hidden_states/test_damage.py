@@ -27,12 +27,11 @@ from vllm.hidden_states import HiddenStatesDataset, metadata
 from vllm.hidden_states.manifest import merge_units, missing_units, start_dataset
 from vllm.hidden_states.mapped_file import DamagedFileError
 from vllm.hidden_states.metadata import (
-    DatasetFormat,
     DatasetSettings,
     read_unit_records,
     remove_temporary_files,
 )
-from vllm.hidden_states.names import FORMATS
+from vllm.hidden_states.names import FORMATS, DatasetFormat
 from vllm.hidden_states.tensor_file import TensorFile
 from vllm.hidden_states.units import open_unit_writer
 from vllm.hidden_states.verify import verify_dataset, verify_unit

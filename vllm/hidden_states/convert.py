@@ -10,17 +10,18 @@ from typing import cast
 
 from vllm.hidden_states import metadata as records
 from vllm.hidden_states.dataset import HiddenStatesDataset
-from vllm.hidden_states.layer_ids import check_speculators, convention_of
+from vllm.hidden_states.layer_ids import convention_of
 from vllm.hidden_states.manifest import DatasetTotals, merge_units, read_skipped, start_dataset
 from vllm.hidden_states.mapped_file import MappedFile
 from vllm.hidden_states.metadata import MASK, DatasetSettings, UnitRecord
-from vllm.hidden_states.names import DatasetFormat, Pooling
+from vllm.hidden_states.names import Pooling
 from vllm.hidden_states.sample import HiddenStatesError
 from vllm.hidden_states.tensor_file import checksum, dtype_name
-from vllm.hidden_states.units import cut_at, find_repair, open_unit_writer, plan_units
+from vllm.hidden_states.units import cut_at, find_repair, open_unit_writer, plan_units, writer_of
 from vllm.hidden_states.verify import unit_problems
 from vllm.logger import init_logger
 from vllm.utils.disk import FILE_BYTES, check_room
+from vllm.utils.whole_files import TemporaryName
 from vllm.v1.rows.fields import BUILT_IN, LOSS_MASK, METADATA_KEYS, find_field
 from vllm.v1.rows.fields.fp8 import FP8
 from vllm.v1.rows.fields.hidden import STORAGE_DTYPES
@@ -36,7 +37,7 @@ _IDS_OF_A_SAMPLE = 4
 def convert_dataset(
     source: str,
     destination: str,
-    fmt: DatasetFormat,
+    fmt: str,
     dtype: str | None = None,
     shard_bytes: int = 1 << 30,
     check_disk: bool = True,
@@ -51,26 +52,24 @@ def convert_dataset(
         raise ValueError(f"DST {destination}: use a different folder from SRC")
     stored = HiddenStatesDataset(source, dtype=None)
     source_settings = stored.settings or _settings_of_folder(stored)
-    dtype = dtype or source_settings.dtype
-    if dtype not in STORAGE_DTYPES:
+    writer = writer_of(fmt)
+    if (dtype or source_settings.dtype) not in STORAGE_DTYPES:
         known = ", ".join(STORAGE_DTYPES)
-        raise ValueError(f"{source}: rows of {dtype} cannot be stored; use a dtype of {known}")
-    if fmt == "speculators":
-        form = source_settings
-        for option in {"pack", "split_turns"} & {*form.options}:
+        raise ValueError(
+            f"{source}: rows of {dtype or source_settings.dtype} cannot be stored; use a dtype of "
+            f"{known}"
+        )
+    dtype = dtype or writer.stored_dtype(source_settings.dtype)
+    note = writer.check(dataclasses.replace(source_settings, format=fmt, dtype=dtype))
+    if note is not None:
+        logger.warning("%s: %s", destination, note)
+    for sample in stored if fmt == "speculators" and stored.settings is None else ():
+        if sample.record is None:
             raise ValueError(
-                f"{source}: made with {option}, so a sample is not a record, and the file that "
-                "speculators looks for cannot be named; use files or sharded"
+                f"{source}: the record number of {sample.request_id!r} is not stored, so the file "
+                "that speculators looks for cannot be named"
             )
-        note = check_speculators(form.layer_ids, form.num_hidden_layers, form.selection, dtype)
-        if note is not None:
-            logger.warning("%s: %s", destination, note)
-        for sample in stored if stored.settings is None else ():
-            if sample.record is None:
-                raise ValueError(
-                    f"{source}: the record number of {sample.request_id!r} is not stored, so the "
-                    "file that speculators looks for cannot be named"
-                )
+    _check_is_ours(destination)
     same = dtype == source_settings.dtype
     # For a conversion to fp8, rows are read as stored; the writer quantises and measures errors.
     read_as = None if dtype == "fp8" and not same else STORAGE_DTYPES[dtype]
@@ -79,7 +78,7 @@ def convert_dataset(
     row_bytes += source_settings.request_bytes
     sizes = (dataset.num_rows(index) * row_bytes for index in range(len(dataset)))
     units = list(plan_units(sizes, cut_at(fmt, shard_bytes)))
-    has_loss_mask = source_settings.has_loss_mask and fmt != "speculators"
+    has_loss_mask = source_settings.has_loss_mask and writer.stores_loss_mask
     settings = dataclasses.replace(
         source_settings.with_plan(len(units), len(dataset), has_loss_mask),
         format=fmt,
@@ -101,7 +100,20 @@ def convert_dataset(
             _write_unit(dataset, again, destination, unit, settings, record)
         elif record is None or problems:
             _write_unit(dataset, samples, destination, unit, settings)
+        dataset.unmap()
     return merge_units(destination, read_skipped(source) if stored.settings else [])
+
+
+def _check_is_ours(destination: str) -> None:
+    """Raise ValueError if something else than an earlier conversion is in the folder."""
+    if not os.path.exists(destination):
+        return
+    names = os.listdir(destination) if os.path.isdir(destination) else ["a file"]
+    others = [name for name in names if TemporaryName.parse(name) is None]
+    if others and records.SETTINGS_FILE not in names:
+        raise ValueError(
+            f"DST {destination}: it contains something else ({min(others)}); use an empty folder"
+        )
 
 
 def _check_disk(
@@ -111,7 +123,8 @@ def _check_disk(
     committed = {record.unit for record in records.read_unit_records(destination)}
     todo = [unit for number, unit in enumerate(units) if number not in committed]
     samples = [number for unit in todo for number in unit]
-    needed = FILE_BYTES * (len(todo) if settings.format == "sharded" else len(samples))
+    has_shards = writer_of(settings.format).has_shards
+    needed = FILE_BYTES * (len(todo) if has_shards else len(samples))
     for sample in samples:
         needed += dataset.num_rows(sample) * (settings.row_bytes + _ID_BYTES)  # with its position
         needed += (dataset.num_tokens(sample) + _IDS_OF_A_SAMPLE) * _ID_BYTES
@@ -123,7 +136,7 @@ def _write_unit(
     settings: DatasetSettings, repaired: UnitRecord | None = None,
 ) -> None:  # fmt: skip
     had_names = dataset.settings is None or dataset.settings.format == "files"
-    named = settings.format == "files" and had_names
+    named = had_names and writer_of(settings.format).takes_names
     with open_unit_writer(destination, unit, settings, repaired) as writer:
         for number in samples:
             sample = dataset[number]

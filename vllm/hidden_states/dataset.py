@@ -21,7 +21,7 @@ from vllm.hidden_states.batches import RowBatch, join, part_of, rows_of, shuffle
 from vllm.hidden_states.manifest import index_is_sound, read_manifest
 from vllm.hidden_states.mapped_file import DamagedFileError, MappedFile
 from vllm.hidden_states.metadata import DatasetSettings, FileRecord, read_unit_records
-from vllm.hidden_states.names import NUM_GENERATED
+from vllm.hidden_states.names import FORMATS, NUM_GENERATED
 from vllm.hidden_states.positions import flat_array
 from vllm.hidden_states.sample import HiddenStatesSample
 from vllm.utils.boundaries import LayerId
@@ -80,6 +80,11 @@ class HiddenStatesDataset(Dataset[HiddenStatesSample]):
             ):
                 self.manifest = read_manifest(self.path)
             self.settings = DatasetSettings.read(self.path)
+            if self.settings.format not in FORMATS:
+                raise ValueError(
+                    f"{self.path} is in the format {self.settings.format}, which is for another "
+                    f"program; use a dataset of {', '.join(FORMATS)}"
+                )
             if self.manifest is not None and not index_is_sound(self.path):
                 raise ValueError(
                     f"{os.path.join(self.path, records.INDEX_FILE)} is damaged: it is not the one "
@@ -223,6 +228,10 @@ class HiddenStatesDataset(Dataset[HiddenStatesSample]):
             raise ValueError(f"{self.path}: there is no dataset and no *.safetensors file")
         first = self._open(self._files[0])
         return first.layer_ids, first.hidden_size, None
+
+    def unmap(self) -> None:
+        """Give back the memory of mapped files of which no sample is in use."""
+        self._open = self._make_open()
 
     def _make_open(self) -> Callable[[str], SampleFile]:
         def open_file(name: str) -> SampleFile:

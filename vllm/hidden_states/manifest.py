@@ -22,6 +22,8 @@ from vllm.hidden_states.metadata import (
     to_json,
 )
 from vllm.hidden_states.tensor_file import checksum
+from vllm.hidden_states.units import writer_of
+from vllm.utils.whole_files import write_whole
 
 _KIND = "vllm hidden states"
 _VERSION = 1
@@ -133,6 +135,9 @@ def merge_units(directory: str, skipped: Sequence[SkippedRecord] = ()) -> Datase
     if missing_units(directory):
         raise ValueError(_describe_missing(directory))
     units = read_unit_records(directory)
+    described = writer_of(settings.format).describe(directory, settings, units)
+    for name, content in described.items():
+        write_whole(os.path.join(directory, name), content)
     index = {"units": [*map(to_json, units)], "skipped": [*map(to_json, skipped)]}
     index_checksum = records.write_json(os.path.join(directory, records.INDEX_FILE), index)
     manifest = make_manifest(settings, units, skipped, index_checksum)

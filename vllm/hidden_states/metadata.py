@@ -19,7 +19,7 @@ import msgspec
 import torch
 
 from vllm.hidden_states.layer_ids import CONVENTION
-from vllm.hidden_states.names import REQUEST_OPTIONS, DatasetFormat, Pooling
+from vllm.hidden_states.names import REQUEST_OPTIONS, Pooling
 from vllm.hidden_states.tensor_file import checksum, dtype_name
 from vllm.utils.boundaries import LayerId
 from vllm.utils.whole_files import remove_temporary, write_whole
@@ -107,7 +107,8 @@ class DatasetSettings:
     dtype: str
     """One of ``STORAGE_DTYPES``."""
     positions: str
-    format: DatasetFormat
+    format: str
+    """One of ``exporters.format_names()``."""
     shard_bytes: int
     num_units: int
     num_samples: int

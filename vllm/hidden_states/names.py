@@ -6,6 +6,7 @@ from typing import Literal, get_args
 
 DatasetFormat = Literal["sharded", "files", "speculators"]
 FORMATS: tuple[DatasetFormat, ...] = get_args(DatasetFormat)
+"""Formats that HiddenStatesDataset reads."""
 Pooling = Literal["none", "mean", "last"]
 NUM_GENERATED = "num_generated_tokens"
 """Column of samples that end with tokens of the model."""

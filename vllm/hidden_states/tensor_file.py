@@ -51,6 +51,15 @@ def checksum(data: memoryview | bytes) -> str:
     return CHECKSUM_KIND + xxhash.xxh3_128_hexdigest(data)
 
 
+def file_checksum(path: str) -> str:
+    """Return the checksum of all bytes of a file."""
+    digest = xxhash.xxh3_128()
+    with open(path, "rb", buffering=0) as file:
+        while part := file.read(_WRITE_BYTES):
+            digest.update(part)
+    return CHECKSUM_KIND + digest.hexdigest()
+
+
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """Return the bytes of a dense host tensor without a copy."""
     assert tensor.is_contiguous()

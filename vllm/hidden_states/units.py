@@ -14,22 +14,25 @@ import os
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias, cast
 
 import numpy as np
 import torch
 
 from vllm.exceptions import Failure, FailureKind
 from vllm.hidden_states import metadata as records
+from vllm.hidden_states.exporters import find_exporter
 from vllm.hidden_states.metadata import DatasetSettings, FileRecord, SkippedRecord, UnitRecord
 from vllm.hidden_states.positions import positions_fit
 from vllm.hidden_states.sample import HiddenStatesError, HiddenStatesSample, in_dtype
 from vllm.hidden_states.tensor_file import SpooledTensor, TensorFile, dtype_name
+from vllm.utils.boundaries import LayerId
 from vllm.utils.text import safe_name
 from vllm.utils.whole_files import sync_path, temporary_path
 from vllm.v1.rows.fields.activations import is_hook_name
 from vllm.v1.rows.fields.checks import find_bad_row
 from vllm.v1.rows.fields.fp8 import FP8, exact_rows, row_norms, row_parts
+from vllm.v1.rows.fields.hidden import STORAGE_DTYPES
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -53,9 +56,15 @@ def plan_units(row_bytes: Iterable[int], unit_bytes: int) -> Iterator[range]:
         yield range(first, sample + 1)
 
 
+def writer_of(fmt: str) -> type[UnitWriter]:
+    """Return the class that writes the units of a format; raises ValueError if there is none."""
+    own = {"sharded": _ShardWriter, "files": FileWriter}.get(fmt)
+    return own or cast("type[UnitWriter]", find_exporter(fmt))
+
+
 def cut_at(fmt: str, shard_bytes: int) -> int:
     """Return the most bytes of a unit: a shard, or a group of files that is committed at once."""
-    return shard_bytes if fmt == "sharded" else min(shard_bytes, _LARGEST_GROUP_BYTES)
+    return shard_bytes if writer_of(fmt).has_shards else min(shard_bytes, _LARGEST_GROUP_BYTES)
 
 
 def file_stem(name: str) -> str:
@@ -71,7 +80,8 @@ def find_repair(
 ) -> list[int] | None:
     """Return those ``samples`` of a unit, which have a file each, whose files have ``problems``;
     None if all of it has to be written again."""
-    is_whole = settings.format == "sharded" or record.kernels != settings.kernels
+    has_shards = writer_of(settings.format).has_shards
+    is_whole = has_shards or record.kernels != settings.kernels
     if is_whole or not problems or WHOLE_UNIT in problems or len(samples) != len(record.files):
         return None
     return [n for n, file in zip(samples, record.files, strict=True) if file.name in problems]
@@ -87,10 +97,27 @@ def open_unit_writer(
     os.makedirs(os.path.join(directory, records.UNITS_FOLDER), exist_ok=True)
     with contextlib.suppress(FileNotFoundError):
         os.unlink(os.path.join(directory, records.MANIFEST_FILE))
-    writer = _ShardWriter if settings.format == "sharded" else _FileWriter
-    opened = writer(directory, unit, settings)
+    opened = writer_of(settings.format)(directory, unit, settings)
     opened.repaired = repaired
     return opened
+
+
+class NewFile(Protocol):
+    """A file that a unit is written to."""
+
+    @property
+    def path(self) -> str:
+        """Its temporary path."""
+        ...
+
+    @property
+    def header_checksum(self) -> str:
+        """The checksum for its record: of the header, or of all of an exported file."""
+        ...
+
+    def discard(self) -> None:
+        """Remove the file."""
+        ...
 
 
 class UnitWriter(ABC):
@@ -99,6 +126,48 @@ class UnitWriter(ABC):
     The file system's ``OSError`` (a full disk) is raised unchanged; after it, only :meth:`abort`
     may be called.
     """
+
+    has_shards: ClassVar[bool] = False
+    """True if the files of a unit hold many samples; otherwise each sample has a file."""
+    takes_names: ClassVar[bool] = False
+    """True if samples have names, which their files get."""
+    stores_fields: ClassVar[bool] = True
+    """True if it stores columns, and other tensors of a row than hidden states and loss mask."""
+    stores_hooks: ClassVar[bool] = True
+    """True if it stores values at hook points."""
+    stores_loss_mask: ClassVar[bool] = True
+    has_default_layers: ClassVar[bool] = False
+    dtypes: ClassVar[tuple[str, ...]] = tuple(STORAGE_DTYPES)
+    """Dtypes of rows that the format can store; rows of another one become the first."""
+
+    @classmethod
+    def default_layers(cls, num_hidden_layers: int) -> Sequence[LayerId]:
+        """Return the layers that ``vllm extract`` stores if none are named. Raises ValueError if
+        the model has too few layers."""
+        raise NotImplementedError
+
+    @classmethod
+    def stored_dtype(cls, dtype: str) -> str:
+        """Return the dtype in which rows of ``dtype`` are stored by default."""
+        return dtype if dtype in cls.dtypes else cls.dtypes[0]
+
+    @classmethod
+    def check(cls, settings: DatasetSettings) -> str | None:
+        """Return advice for the user of this dataset's format, if there is any. Raises ValueError
+        with the reason, and with what would work, if the program it is for could not use it."""
+        if settings.dtype in cls.dtypes:
+            return None
+        raise ValueError(
+            f"format={settings.format} with dtype={settings.dtype}: it can store "
+            f"{', '.join(cls.dtypes)}"
+        )
+
+    @classmethod
+    def describe(
+        cls, directory: str, settings: DatasetSettings, units: Sequence[UnitRecord]
+    ) -> dict[str, bytes]:
+        """Return the files, by name, that describe all units of a complete dataset."""
+        return {}
 
     def __init__(self, directory: str, unit: int, settings: DatasetSettings) -> None:
         self._directory = directory
@@ -111,7 +180,7 @@ class UnitWriter(ABC):
         self._num_tokens = self._num_rows = 0
         self._norm_sums = np.zeros(len(settings.layer_ids))
         self._error_sums: _Sums | None = None
-        self._files: dict[str, TensorFile] = {}  # by final name
+        self._files: dict[str, NewFile] = {}  # by final name
 
     def append(
         self,
@@ -131,6 +200,9 @@ class UnitWriter(ABC):
         stored = in_dtype(stored, self._settings.torch_dtype)
         stored = _with_forms(stored, self._settings)
         norms = _checked_norms(stored)
+        if (refusal := self._refusal(stored)) is not None:
+            self.skip(sample_number, record_number, f"format: {refusal}")
+            return
         self._write(stored, name)
         self._samples.append(sample_number)
         self._num_tokens += len(stored.token_ids)
@@ -151,9 +223,9 @@ class UnitWriter(ABC):
             sync_path(file.path)
         files = []
         for name, file in self._files.items():
-            path = os.path.join(self._directory, name)
-            os.replace(file.path, path)
-            files.append(FileRecord(name, os.path.getsize(path), file.header_checksum))
+            size = os.path.getsize(file.path)
+            files.append(FileRecord(name, size, file.header_checksum))
+            os.replace(file.path, os.path.join(self._directory, name))
         sync_path(self._directory)
         record = UnitRecord(
             unit=self.unit,
@@ -186,11 +258,19 @@ class UnitWriter(ABC):
     def _write(self, stored: HiddenStatesSample, name: str | None) -> None:
         """Write a sample that has the dataset's dtype and the numbers of sample and record."""
 
-    def _new_file(self, name: str, num_others: int, metadata: dict[str, str]) -> TensorFile:
+    def _refusal(self, stored: HiddenStatesSample) -> str | None:
+        """Return the reason why the program that reads this format would refuse the sample."""
+        return None
+
+    def _temporary_path(self, name: str) -> str:
+        """Return a new temporary path for a file of the unit."""
         if name in self._files:
-            stem = name.removesuffix(".safetensors")
+            stem = os.path.splitext(name)[0]
             raise ValueError(f"two samples have the name {stem}; give each a different name")
-        path = temporary_path(os.path.join(self._directory, name), records.unit_name(self.unit))
+        return temporary_path(os.path.join(self._directory, name), records.unit_name(self.unit))
+
+    def _new_file(self, name: str, num_others: int, metadata: dict[str, str]) -> TensorFile:
+        path = self._temporary_path(name)
         settings = self._settings
         row_shape = len(settings.layer_ids), settings.hidden_size
         metadata = {**settings.metadata, **metadata}
@@ -211,6 +291,8 @@ class UnitWriter(ABC):
 
 class _ShardWriter(UnitWriter):
     """A writer of one file with the rows of all samples, one after another."""
+
+    has_shards = True
 
     def __init__(self, directory: str, unit: int, settings: DatasetSettings) -> None:
         super().__init__(directory, unit, settings)
@@ -246,7 +328,7 @@ class _ShardWriter(UnitWriter):
             columns = torch.frombuffer(_json_of(stored.columns), dtype=torch.uint8)
             offset = self._columns["column_offsets"][-1] + len(columns)
             parts |= {"columns": columns, "column_offsets": offset}
-        tensors, constants = _fields_of(stored, self._settings)
+        tensors, constants = fields_of(stored, self._settings)
         # Constants are the same in all samples, so they are stored once.
         parts |= tensors | {name: c for name, c in constants.items() if not self._columns[name]}
         for column, part in parts.items():
@@ -277,15 +359,17 @@ class _ShardWriter(UnitWriter):
             tensor.close()
 
 
-class _FileWriter(UnitWriter):
-    """A writer of one file per sample, as the connector writes it or as speculators reads it."""
+class FileWriter(UnitWriter):
+    """A writer of one file per sample, as the connector writes it."""
+
+    takes_names = True
 
     def _write(self, stored: HiddenStatesSample, name: str | None) -> None:
-        file_name = f"{_stem(self._settings.format, stored, name)}.safetensors"
+        file_name = f"{self._stem(stored, name)}.safetensors"
         others = {"token_ids": stored.token_ids.contiguous()}
         if not self._settings.has_all_rows:
             others["positions"] = stored.positions.contiguous()
-        tensors, constants = _fields_of(stored, self._settings)
+        tensors, constants = fields_of(stored, self._settings)
         others |= tensors | constants
         if stored.scales is not None:
             others["scales"] = stored.scales.contiguous()
@@ -295,6 +379,9 @@ class _FileWriter(UnitWriter):
         file = self._new_file(file_name, len(others), about)
         file.append(stored.hidden_states)
         file.complete(others)
+
+    def _stem(self, stored: HiddenStatesSample, name: str | None) -> str:
+        return f"{stored.index:08d}" if name is None else file_stem(name)
 
 
 def _with_forms(sample: HiddenStatesSample, settings: DatasetSettings) -> HiddenStatesSample:
@@ -317,7 +404,7 @@ def _with_forms(sample: HiddenStatesSample, settings: DatasetSettings) -> Hidden
     return sample.with_tensors(**changed)
 
 
-def _fields_of(
+def fields_of(
     stored: HiddenStatesSample, settings: DatasetSettings
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Return the tensors of its tokens besides hidden states, and the constants; both are empty
@@ -331,12 +418,6 @@ def _fields_of(
 
 def _json_of(columns: Mapping[str, Any]) -> bytearray:
     return bytearray(json.dumps(dict(columns)).encode())
-
-
-def _stem(fmt: str, stored: HiddenStatesSample, name: str | None) -> str:
-    if fmt == "speculators":
-        return f"hs_{stored.record}"
-    return f"{stored.index:08d}" if name is None else file_stem(name)
 
 
 def _check_form(sample: HiddenStatesSample, settings: DatasetSettings) -> None:

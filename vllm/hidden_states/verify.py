@@ -22,8 +22,9 @@ from vllm.hidden_states.metadata import (
     UnitRecord,
     read_unit_records,
 )
+from vllm.hidden_states.names import FORMATS
 from vllm.hidden_states.positions import positions_fit
-from vllm.hidden_states.tensor_file import checksum
+from vllm.hidden_states.tensor_file import checksum, file_checksum
 from vllm.hidden_states.units import WHOLE_UNIT
 from vllm.v1.rows.fields import StoredNames
 from vllm.v1.rows.fields.fp8 import exact_rows, row_norms, row_parts
@@ -76,16 +77,19 @@ def verify_unit(directory: str, record: UnitRecord, full: bool) -> list[str]:
 def unit_problems(directory: str, record: UnitRecord, full: bool) -> dict[str, list[str]]:
     """Return what :func:`verify_unit` returns, by the names of files, or WHOLE_UNIT."""
     settings = DatasetSettings.read(directory)
+    is_dataset = settings.format in FORMATS
     found = {}
     for expected in record.files:
         path = os.path.join(directory, expected.name)
         size_problem = _size_problem(path, expected)
         problems = [size_problem] if size_problem else []
-        if full:
+        if full and is_dataset:
             problems = [*_verify_file(path, expected, settings)]
+        elif full and not problems and file_checksum(path) != expected.checksum:
+            problems = [f"{path}: it is not as it was written"]
         if problems:
             found[expected.name] = problems
-    if found or not full:
+    if found or not full or not is_dataset:
         return found
     files = [MappedFile(os.path.join(directory, expected.name)) for expected in record.files]
     counts = (

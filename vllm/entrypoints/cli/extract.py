@@ -21,7 +21,7 @@ _MOST_USED = {
     "--output FOLDER": "folder of the dataset; the same command resumes it",
     "--positions WHICH": "tokens whose rows are kept: all, last, every:K or mask",
     "--pooling HOW": "one row for each sample: mean or last",
-    "--format FORMAT": "sharded, files, or speculators",
+    "--format FORMAT": "sharded, files, or the layout of another program, such as speculators",
     "--storage-dtype TYPE": "dtype of the stored rows: auto, float32, bfloat16, float16, fp8",
     "--keep-columns NAME ...": "columns of the input, such as labels, to store with the samples",
     "--max-length N": "most tokens in a sample; --on-long says what happens to longer ones",

@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import math
 import os
+from collections import Counter
 from collections.abc import Sequence
 
-_FORMATS = ("sharded", "files", "speculators")
+from vllm.hidden_states.exporters import format_names
+
 _DTYPES = ("float32", "bfloat16", "float16", "fp8")
 
 
@@ -31,14 +33,17 @@ def build_hidden_states_parser() -> argparse.ArgumentParser:
     verify.add_argument("directory", metavar="DIR")
     verify.set_defaults(run=_verify)
 
-    about = "Run the command again to resume it. Without --dtype nothing is lost."
+    about = "Run the command again to resume it."
     convert = actions.add_parser(
         "convert", help="write a dataset in another format", description=about
     )
     convert.add_argument("directory", metavar="SRC")
     convert.add_argument("destination", metavar="DST")
-    convert.add_argument("--format", required=True, choices=_FORMATS)
-    convert.add_argument("--dtype", choices=_DTYPES, help="round to this (default: as stored)")
+    names = ", ".join(format_names())
+    convert.add_argument("--to", "--format", dest="format", required=True, metavar="NAME",
+        choices=format_names(), help=f"the format: {names}")  # fmt: skip
+    convert.add_argument("--dtype", choices=_DTYPES,
+        help="round to this (default: as stored, or the nearest that the format has)")  # fmt: skip
     convert.add_argument("--shard-size", type=float, default=1.0, metavar="GIB",
         help="size of the shards, in GiB (default: %(default)s)")  # fmt: skip
     convert.add_argument("--no-check-disk", action="store_true",
@@ -94,6 +99,8 @@ def _verify(args: argparse.Namespace) -> int:
 
 def _convert(args: argparse.Namespace) -> int:
     from vllm.hidden_states.convert import convert_dataset
+    from vllm.hidden_states.manifest import read_skipped
+    from vllm.hidden_states.metadata import INDEX_FILE
     from vllm.utils.mem_utils import format_bytes
 
     if not 0 < args.shard_size < math.inf:
@@ -104,6 +111,12 @@ def _convert(args: argparse.Namespace) -> int:
         check_disk=not args.no_check_disk,
     )
     print(f"{args.destination}: {t.samples} samples, {t.rows} rows, {format_bytes(t.bytes)}")
+    if t.skipped:
+        index = os.path.join(args.destination, INDEX_FILE)
+        print(f"{t.skipped} samples and records are left out; {index} lists them")
+        reasons = Counter(one.reason for one in read_skipped(args.destination))
+        for reason, count in reasons.most_common():
+            print(f"  {count}: {reason}")
     return 0
 
 

@@ -14,6 +14,7 @@ from vllm.entrypoints.extract.plan import PLAN_FOLDER, Plan
 from vllm.exceptions import FailureError, FailureKind, kind_of
 from vllm.hidden_states import metadata as records
 from vllm.hidden_states.metadata import DatasetSettings
+from vllm.hidden_states.units import writer_of
 from vllm.logger import init_logger
 from vllm.utils.disk import FILE_BYTES, check_room
 from vllm.utils.whole_files import TemporaryName
@@ -25,8 +26,8 @@ def check_disk(
     directory: Path, plan: Plan, units: Sequence[int], settings: DatasetSettings
 ) -> None:
     """Raise ValueError if ``units``, which are still to be written, do not fit on the disk."""
-    is_sharded = settings.format == "sharded"
-    files = len(units) if is_sharded else sum(len(plan.samples_of(unit)) for unit in units)
+    has_shards = writer_of(settings.format).has_shards
+    files = len(units) if has_shards else sum(len(plan.samples_of(unit)) for unit in units)
     needed = plan.num_bytes(units) + files * FILE_BYTES
     advice = "fewer layers or samples, or --storage-dtype fp8; use --no-check-disk to continue"
     check_room("--output", directory, needed, advice)

@@ -7,7 +7,7 @@ from dataclasses import field
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from vllm.entrypoints.extract.records import InputFormat
-from vllm.hidden_states.names import MOST_LOGPROBS, DatasetFormat, Pooling
+from vllm.hidden_states.names import FORMATS, MOST_LOGPROBS, Pooling
 from vllm.utils.checked import ABOVE_0, FINITE, at_least, at_most, config, refuse_unless
 from vllm.utils.options import Group, Option
 
@@ -122,9 +122,10 @@ class ExtractOptions:
     append: bool = False
     """Add the records of the input to a finished dataset, as new units after the others. The input
     has only the new records; all other settings have to be the same."""
-    format: DatasetFormat = "sharded"
-    """"sharded": safetensors files with many samples each. "files": one file per sample.
-    "speculators": hs_{i}.safetensors, for training with speculators."""
+    format: str = "sharded"
+    """"sharded": safetensors files with many samples each. "files": one file per sample. Others are
+    layouts of other programs, such as "speculators", "modelopt" and "numpy"; a wrong name lists
+    them all. Formats for draft models have default layers."""
     shard_size_gib: Annotated[float, ABOVE_0, FINITE] = 1.0
     """Largest size of a shard in GiB; a sample is never divided."""
     resume_check: Literal["full", "size"] = "full"
@@ -174,7 +175,7 @@ class ExtractOptions:
             return
         self._require("input", self.input, "name files, folders, or - for standard input")
         self.hook_names  # noqa: B018  raises for a mistake
-        self._require("layers", self.layers or self.hooks, 'name layers, such as "2,12,last"')
+        self._check_format()
         from vllm.hidden_states.positions import parse_positions
 
         parse_positions(self.positions)
@@ -190,9 +191,6 @@ class ExtractOptions:
             self._require(name, is_used, "it belongs to top_logprobs, which is 0")
         has_rows = self.pooling != "mean" or not self.top_logprobs
         self._require("top_logprobs", has_rows, "with pooling='mean': they have no mean")
-        if self.id_column is not None:
-            is_named = self.format == "files"
-            self._require("id_column", is_named, "it names the files of format='files'")
         if self.verify:
             later = "after --merge, run the command once more with it, without rank and world_size"
             self._require("verify", self.world_size == 1, later)
@@ -208,6 +206,19 @@ class ExtractOptions:
             self._require("keep_columns", not self.keep_columns, f"{reason}rows and token ids only")
             is_exact = self.storage_dtype != "fp8"
             self._require("storage_dtype", is_exact, f"{reason}bfloat16, float16 or float32")
+
+    def _check_format(self) -> None:
+        from vllm.hidden_states.units import writer_of
+
+        writer = writer_of(self.format)
+        has_layers = self.layers or self.hooks or writer.has_default_layers
+        self._require("layers", has_layers, 'name layers, for instance "2,12,last"')
+        is_named = self.id_column is None or writer.takes_names
+        self._require("id_column", is_named, "it names the files of format='files'")
+        if self.format not in FORMATS:
+            is_read = f"rows of format={self.format!r} are not read back"
+            self._require("append", not self.append, is_read)
+            self._require("verify", not self.verify, is_read)
 
     def _check_parts(self) -> None:
         """Raise ValueError for options that do not go with parts of records, or need them."""

@@ -15,11 +15,11 @@ from vllm.config.identity import value_identity
 from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.extract.options import ExtractOptions
 from vllm.entrypoints.extract.prompts import PromptMaker
-from vllm.hidden_states.layer_ids import check_speculators, convention_of, resolve_layer_ids
+from vllm.hidden_states.layer_ids import Layers, convention_of, resolve_layer_ids
 from vllm.hidden_states.metadata import REQUEST_TENSORS, ROW_TENSORS, DatasetSettings
 from vllm.hidden_states.positions import parse_positions
 from vllm.hidden_states.tensor_file import checksum, dtype_name
-from vllm.hidden_states.units import cut_at
+from vllm.hidden_states.units import UnitWriter, cut_at, writer_of
 from vllm.logger import init_logger
 from vllm.ops.sources import kernels_of
 from vllm.transformers_utils.answer_masks import MaskRule
@@ -28,6 +28,7 @@ from vllm.transformers_utils.tokenizer import load_tokenizer
 from vllm.utils.boundaries import LayerId
 from vllm.utils.checked import refuse_unless
 from vllm.v1.rows.fields import BUILT_IN, StoredNames
+from vllm.v1.rows.fields.activations import is_hook_name
 from vllm.v1.rows.fields.fp8 import FP8
 from vllm.v1.rows.fields.hidden import STORAGE_DTYPES
 from vllm.v1.rows.fields.requested import requested_fields
@@ -92,25 +93,43 @@ class Resolved:
 
     @cached_property
     def layer_ids(self) -> tuple[LayerId, ...]:
-        if self.options.layers is None:  # only hooks
+        if self.options.layers is None and not self._writer.has_default_layers:  # only hooks
             return ()
         num_layers = self.vllm_config.model_config.get_total_num_hidden_layers()
-        layer_ids = resolve_layer_ids(self.options.layers, num_layers)
+        layers: Layers = self.options.layers or self._writer.default_layers(num_layers)
+        layer_ids = resolve_layer_ids(layers, num_layers)
         if self.options.pooling == "mean":
             self.vllm_config.model_config.check_means()
-        if self.options.format == "speculators":
-            dtype, positions = self.storage_dtype, self.options.positions
-            note = check_speculators(layer_ids, num_layers, positions, dtype)
-            if note is not None:
-                logger.warning("%s", note)
         return layer_ids
+
+    @property
+    def _writer(self) -> type[UnitWriter]:
+        return writer_of(self.options.format)
+
+    def _check_format(self, settings: DatasetSettings) -> None:
+        """Raise ValueError if the format cannot store what the options ask for."""
+        note = self._writer.check(settings)
+        if note is not None:
+            logger.warning("%s", note)
+        writer, names = self._writer, settings.stored_names.tensors
+        others = [] if writer.stores_fields else [*self.options.keep_columns]
+        others += [
+            name
+            for name in names
+            if not (writer.stores_hooks if is_hook_name(name) else writer.stores_fields)
+        ]
+        if others:
+            raise ValueError(
+                f"format={settings.format} does not store {', '.join(others)}; leave that out, or "
+                "extract to format=sharded and convert a copy"
+            )
 
     @cached_property
     def storage_dtype(self) -> str:
         """The dtype of stored rows, a key of ``STORAGE_DTYPES``."""
         option = self.options.storage_dtype
         model_dtype = str(self.vllm_config.model_config.dtype).removeprefix("torch.")
-        return model_dtype if option == "auto" else option
+        return self._writer.stored_dtype(model_dtype) if option == "auto" else option
 
     @cached_property
     def prompt_options(self) -> ExtractOptions:
@@ -146,7 +165,7 @@ class Resolved:
     def settings(self, input_digest: str) -> DatasetSettings:
         """Return all settings that the bytes of the dataset depend on, without the counts."""
         model = self.vllm_config.model_config
-        return DatasetSettings(
+        settings = DatasetSettings(
             model=model.model,
             layer_ids=self.layer_ids,
             num_hidden_layers=model.get_total_num_hidden_layers(),
@@ -167,6 +186,8 @@ class Resolved:
             options=self._other_options(),
             convention=convention_of(self.layer_ids),
         )
+        self._check_format(settings)
+        return settings
 
     @property
     def _request_tensors(self) -> dict[str, tuple[str, tuple[int, ...]]]:

@@ -1,0 +1,33 @@
+"""A Hugging Face dataset with a row per sample: ``datasets.load_from_disk(FOLDER)``.
+
+Columns: sample, record, token_ids, positions, hidden_states [rows, layers, hidden], the other
+tensors of a row (such as loss_mask), and columns that were kept, as one text of JSON.
+"""
+
+from __future__ import annotations
+
+import json
+
+import pyarrow as pa
+
+from vllm.hidden_states.arrow_export import ArrowExporter, Column, nested, scalar
+from vllm.hidden_states.sample import HiddenStatesSample
+from vllm.hidden_states.units import fields_of
+
+
+class Exporter(ArrowExporter):
+    """A writer of lists."""
+
+    def _columns(self, stored: HiddenStatesSample) -> dict[str, Column]:
+        tensors, constants = fields_of(stored, self._settings)
+        others = {name: nested(tensor) for name, tensor in (tensors | constants).items()}
+        if self._settings.has_columns:
+            others["columns"] = scalar(json.dumps(dict(stored.columns)), pa.string())
+        return {
+            "sample": scalar(stored.index, pa.int64()),
+            "record": scalar(stored.record, pa.int64()),
+            "token_ids": nested(stored.token_ids),
+            "positions": nested(stored.positions),
+            "hidden_states": nested(stored.hidden_states),
+            **others,
+        }
