@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import logging
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -170,6 +171,12 @@ DAMAGES: dict[str, tuple[Change, str]] = {
     ),
     "no weights": (
         lambda folder: (folder / "model.safetensors").unlink(),
+        r"no \.safetensors or \.bin files in the checkpoint folder",
+    ),
+    "a pipe instead of weights": (
+        lambda folder: os.mkfifo(
+            (folder / "model.safetensors").rename(folder / "moved").with_name("model.safetensors")
+        ),
         r"no \.safetensors or \.bin files in the checkpoint folder",
     ),
     "no config": (
