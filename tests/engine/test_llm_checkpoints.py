@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import json
 import logging
+import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,8 @@ from tests.engine.harness import engine, extraction_config, greedy, random_promp
 from tests.models.checkpoints import make_checkpoint
 from tests.models.oracle import reference_run, relative_error
 from vllm import LLM
+from vllm.entrypoints.cli.main import main
+from vllm.model_executor.model_loader import tensor_limit
 
 Change = Callable[[Path], None]
 K_PROJ = "model.layers.1.self_attn.k_proj.weight"
@@ -169,6 +173,12 @@ DAMAGES: dict[str, tuple[Change, str]] = {
         lambda folder: (folder / "model.safetensors").unlink(),
         r"no \.safetensors or \.bin files in the checkpoint folder",
     ),
+    "a pipe instead of weights": (
+        lambda folder: os.mkfifo(
+            (folder / "model.safetensors").rename(folder / "moved").with_name("model.safetensors")
+        ),
+        r"no \.safetensors or \.bin files in the checkpoint folder",
+    ),
     "no config": (
         lambda folder: (folder / "config.json").unlink(),
         r"the folder has no config\.json",
@@ -202,6 +212,40 @@ def test_dummy_weights_of_a_model_that_cannot_fit(tmp_path: Path) -> None:
     edit_config(folder, vocab_size=10**12)
     with pytest.raises(ValueError, match=r"takes .* or more; this machine has"):
         LLM(str(folder), load_format="dummy")
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "value"),
+    [
+        ("llama", "intermediate_size", 10**13),
+        ("llama", "head_dim", 10**12),
+        ("llama", "num_key_value_heads", 10**11),
+        ("llama", "max_position_embeddings", 10**13),
+        ("mixtral", "num_local_experts", 10**10),
+        ("qwen3_5", "linear_num_value_heads", 10**11),
+        ("qwen3_5", "linear_conv_kernel_dim", 10**11),
+        ("mamba2", "state_size", 10**11),
+    ],
+)
+def test_a_tensor_that_cannot_fit(
+    family: str, name: str, value: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It is refused before it is allocated, in a module of transformers too."""
+    folder = make_checkpoint(tmp_path / "model", family, tokenizer=False)
+    edit_config(folder, **{name: value})
+    message = rf"{name}={value} makes a tensor of shape \[.*\], .* TiB; this machine has .* GiB"
+    with pytest.raises(ValueError, match=message):
+        LLM(str(folder), load_format="dummy", skip_tokenizer_init=True)
+    assert main(["models", str(folder)]) != 0
+    assert re.search(message, capfd.readouterr().err)
+
+
+def test_memory_that_the_allocator_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_checkpoint(tmp_path / "model", "llama", tokenizer=False)
+    edit_config(folder, intermediate_size=10**13)
+    monkeypatch.setattr(tensor_limit, "total_memory_bytes", lambda: 2**62)
+    with pytest.raises(ValueError, match=r"intermediate_size=\d+ makes a tensor of shape"):
+        LLM(str(folder), load_format="dummy", skip_tokenizer_init=True)
 
 
 def test_a_missing_shard(tmp_path: Path) -> None:

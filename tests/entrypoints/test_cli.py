@@ -291,3 +291,29 @@ def test_a_reader_that_leaves_is_no_error(arguments: list[str]) -> None:
         process.stdout.close()
         assert process.wait(60) in ((0, 141) if arguments[-1] == "--help" else (141,))
         assert b"Traceback" not in process.stderr.read()
+
+
+@pytest.mark.parametrize("arguments", ["--version", "help", "hidden-states layers 5"])
+@pytest.mark.parametrize(
+    ("output", "statuses"), [(">&-", [0]), (">&- 2>&- <&-", [0]), (">/dev/full", [1, 2])]
+)
+def test_output_that_is_closed_or_full(output: str, statuses: list[int], arguments: str) -> None:
+    command = f"{sys.executable} -m vllm.entrypoints.cli.main {arguments} {output}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
+    prints_itself = arguments == "help"  # argparse does not tell a failure
+    assert done.returncode in ([0, 1] if prints_itself else statuses), done.stderr
+    assert "Traceback" not in done.stderr
+    assert "No space left" in done.stderr or done.returncode == 0
+
+
+def test_ctrl_c_before_a_command_has_begun(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """While its modules are loaded, for instance."""
+
+    def interrupt(_: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("vllm.entrypoints.cli.main.import_module", interrupt)
+    assert main(["models"]) == 130
+    assert capsys.readouterr().err == "vllm: interrupted\n"

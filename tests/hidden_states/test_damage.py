@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shutil
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from tests.hidden_states.sample_data import (
     write_dataset,
     write_missing,
 )
+from vllm.entrypoints.cli.hidden_states import hidden_states
 from vllm.hidden_states import HiddenStatesDataset, metadata
 from vllm.hidden_states.manifest import merge_units, missing_units, start_dataset
 from vllm.hidden_states.mapped_file import DamagedFileError
@@ -36,6 +38,7 @@ from vllm.hidden_states.tensor_file import TensorFile
 from vllm.hidden_states.units import open_unit_writer
 from vllm.hidden_states.verify import verify_dataset, verify_unit
 from vllm.utils.whole_files import TemporaryName, temporary_path
+from vllm.v1.rows.file import read_hidden_states
 
 LENGTHS = [5, 1, 9, 12, 3]
 
@@ -452,3 +455,61 @@ def test_metadata_is_what_the_connector_writes(dataset: Path) -> None:
     assert metadata["model"] == "tiny"
     assert metadata["dtype"] == "bfloat16"
     assert "residual stream after i decoder layers" in metadata["layer_convention"]
+
+
+def _as_pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def _as_huge(path: Path) -> None:
+    os.truncate(path, 1 << 40)
+
+
+@pytest.fixture
+def limited_time() -> Iterator[None]:
+    def end(*_: Any) -> None:
+        raise AssertionError("it waits for ever")
+
+    before = signal.signal(signal.SIGALRM, end)
+    signal.alarm(30)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize("change", [_as_pipe, _as_huge])
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.usefixtures("limited_time")
+def test_what_is_no_file_of_a_dataset_is_not_read(
+    tmp_path: Path, fmt: DatasetFormat, change: Callable[[Path], None]
+) -> None:
+    """A pipe would wait for ever, a huge file take all memory."""
+    whole = write_dataset(tmp_path / "d", make_samples(LENGTHS), fmt)
+    files = sorted(path.relative_to(whole) for path in whole.rglob("*") if path.is_file())
+    assert len(files) > 4
+    for name in files:
+        damaged = tmp_path / "damaged"
+        shutil.rmtree(damaged, ignore_errors=True)
+        shutil.copytree(whole, damaged)
+        change(damaged / name)
+        for arguments in (
+            ("verify", str(damaged)),
+            ("inspect", str(damaged), "--no-plots"),
+            ("convert", str(damaged), str(tmp_path / "new"), "--format", "files"),
+        ):
+            try:
+                status = hidden_states(arguments)
+            except SystemExit as error:
+                status = error.code
+            # A summary reads one file of samples, and a unit record may be made again.
+            assert status in ((1, 2) if arguments[0] == "verify" else (0, 2)), (name, arguments)
+            assert not (tmp_path / "new" / "manifest.json").exists() or status == 0
+            shutil.rmtree(tmp_path / "new", ignore_errors=True)
+
+
+@pytest.mark.usefixtures("limited_time")
+def test_a_file_of_rows_that_is_a_pipe(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "a.safetensors")
+    with pytest.raises(OSError, match="not a regular file"):
+        read_hidden_states(str(tmp_path / "a.safetensors"))

@@ -294,3 +294,59 @@ def test_headers_in_marks_may_be_left_out() -> None:
         "e<|im_end|>\n",
     ]
     assert answers(MARKED.replace("BARRED", "true"), chat("a", "b"), rule=PLAIN) == ["b</a>"]
+
+
+MARKS = "{% generation %}", "{% endgeneration %}"
+ANSWER = (
+    "<{{ m.role }}>{% if m.role == 'assistant' %}{% generation %}{{ m.content }}</a>"
+    "{% endgeneration %}{% else %}{{ m.content }}{% endif %}"
+)
+SET = f"{{% set t %}}{ANSWER}{{% endset %}}"
+
+
+def each(body: str) -> str:
+    return f"{{% for m in messages %}}{body}{{% endfor %}}"
+
+
+MARKS_IN = {
+    "a macro": f"{{% macro turn(m) %}}{ANSWER}{{% endmacro %}}" + each("{{ turn(m) }}"),
+    "a caller": "{% macro w() %}* {{ caller() }}{% endmacro %}"
+    + each(f"{{% call w() %}}{ANSWER}{{% endcall %}}"),
+    "a block": each(SET + "{{ t }}"),
+    "a namespace": "{% set ns = namespace(t='') %}"
+    + each(SET + "{% set ns.t = ns.t ~ t %}")
+    + "{{ ns.t }}",
+    "a filter": each(f"{{% filter trim %}}{ANSWER} {{% endfilter %}}"),
+    "a recursive loop": each(ANSWER).replace("messages", "messages recursive"),
+    "marks": each(ANSWER.replace("{{ m.content }}</a>", "{{ m.content }}</a>".join(MARKS))),
+    "lines": "  " + each("\n  " + ANSWER.replace("{%", "\n {%")) + "\n\n",
+    "spellings": each(
+        ANSWER.replace(MARKS[0], "{%+ generation %}").replace(MARKS[1], "{%-endgeneration\n-%}")
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MARKS_IN)
+def test_marks_lie_where_the_text_has_them(name: str) -> None:
+    """Their place in the text does not depend on the part of the template that writes them."""
+    messages = chat("Why?", "Because.", "So?", " éso 🙂 ")
+    found = answers(MARKS_IN[name], messages)
+    assert [one.strip() for one in found] == ["Because.</a>", "éso 🙂 </a>"]
+    assert answers(MARKS_IN[name], messages, rule=LAST_ONLY) == found[1:]
+    going_on = answers(MARKS_IN[name], messages[:2], continue_final_message=True)
+    assert [one.strip() for one in going_on] == ["Because."]
+
+
+def test_marks_that_the_template_changes_are_refused() -> None:
+    trimmed = "{% filter trim %}{% generation %} {{ m.content }}{% endgeneration %}{% endfilter %}"
+    template = each(f"<{{{{ m.role }}}}>{trimmed}")
+    with pytest.raises(ValueError, match=r"changes what it has marked with \{% generation %\}"):
+        answers(template, chat("a", "b"))
+
+
+def test_the_end_of_a_conversation_is_not_part_of_its_last_answer() -> None:
+    """A template may write it behind whoever spoke last, unless it asks for an answer."""
+    template = TURNS + "{% if add_generation_prompt %}<assistant>{% else %}<eos>{% endif %}"
+    wanted = ["b</assistant>", "d</assistant>"]
+    for messages in (chat("a", "b", "c", "d"), chat("a", "b", "c", "d", "e")):
+        assert answers(template, messages) == answers(template, messages, asks=True) == wanted

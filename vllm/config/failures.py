@@ -39,7 +39,7 @@ def _entries_read(config: Any, error: BaseException) -> str:
 
     if isinstance(error, AttributeError) and isinstance(error.obj, PretrainedConfig):
         return f" (not there: {error.name})"
-    entries = dict(_flat(config.to_dict()))
+    entries = dict(flat_entries(config.to_dict()))
     nulls = {name: value for name, value in entries.items() if value is None}
     frames = traceback.extract_tb(error.__traceback__)[::-1]
     looks = [(nulls, _lines_left(frame)) for frame in frames]
@@ -61,9 +61,9 @@ def _lines_left(frame: traceback.FrameSummary) -> list[str]:
     return linecache.getlines(frame.filename)[first - 1 : frame.end_lineno or first]
 
 
-def _flat(content: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+def flat_entries(content: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
     """Yield all entries with the names of those around them before their own."""
     for name, value in content.items():
         yield f"{path}{name}", value
         if isinstance(value, Mapping):
-            yield from _flat(value, f"{path}{name}.")
+            yield from flat_entries(value, f"{path}{name}.")

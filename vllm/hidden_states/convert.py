@@ -21,6 +21,7 @@ from vllm.hidden_states.units import cut_at, find_repair, open_unit_writer, plan
 from vllm.hidden_states.verify import unit_problems
 from vllm.logger import init_logger
 from vllm.utils.disk import FILE_BYTES, check_room
+from vllm.utils.regular_files import open_regular
 from vllm.utils.whole_files import TemporaryName
 from vllm.v1.rows.fields import BUILT_IN, LOSS_MASK, METADATA_KEYS, find_field
 from vllm.v1.rows.fields.fp8 import FP8
@@ -202,7 +203,7 @@ def _settings_of_folder(dataset: HiddenStatesDataset) -> DatasetSettings:
 def _digest(dataset: HiddenStatesDataset) -> str:
     """Return the digest of everything in the source: its manifest, or the headers of its files."""
     if dataset.manifest is not None:
-        with open(os.path.join(dataset.path, records.MANIFEST_FILE), "rb") as file:
+        with open_regular(os.path.join(dataset.path, records.MANIFEST_FILE)) as file:
             return checksum(file.read())
     headers = "".join(MappedFile(path).header_checksum for path in dataset.file_paths)
     return checksum(headers.encode())

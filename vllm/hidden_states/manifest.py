@@ -23,6 +23,7 @@ from vllm.hidden_states.metadata import (
 )
 from vllm.hidden_states.tensor_file import checksum
 from vllm.hidden_states.units import writer_of
+from vllm.utils.regular_files import open_regular
 from vllm.utils.whole_files import write_whole
 
 _KIND = "vllm hidden states"
@@ -185,10 +186,13 @@ def index_is_sound(directory: str) -> bool:
     try:
         manifest = records.read_json(os.path.join(directory, records.MANIFEST_FILE))
         expected: str = manifest["index_checksum"]
-        with open(os.path.join(directory, records.INDEX_FILE), "rb") as index:
+        index_path = os.path.join(directory, records.INDEX_FILE)
+        with open_regular(index_path, records.MOST_JSON_BYTES) as index:
             return checksum(index.read()) == expected
     except (ValueError, KeyError, TypeError, FileNotFoundError):
         return True  # not finished, or the manifest is damaged: it is written again
+    except OSError:
+        return False
 
 
 def read_skipped(directory: str) -> list[SkippedRecord]:

@@ -17,6 +17,7 @@ import xxhash
 
 from vllm.hidden_states.names import CHECKSUM_KIND
 from vllm.hidden_states.tensor_file import CHECKSUM_KEY, DTYPE_NAMES, checksum
+from vllm.utils.regular_files import open_regular
 
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 _LARGEST_HEADER_BYTES = 100_000_000
@@ -40,7 +41,7 @@ class MappedFile:
 
     def __init__(self, path: str) -> None:
         self.path = path
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             self._header = _read_header(path, file)
         self.header_checksum, self.metadata, self._entries, size = self._header
         # A private mapping: writing to a view does not change the file.
@@ -101,7 +102,7 @@ class MappedFile:
 
     def problems(self) -> Iterator[str]:
         """Yield a line for each tensor that differs from its checksum; reads the whole file."""
-        with open(self.path, "rb") as file:
+        with open_regular(self.path) as file:
             yield from _damaged_tensors(self.path, file, self._header)
 
     def _entry(self, name: str) -> _Entry:
@@ -113,7 +114,7 @@ class MappedFile:
 def header_checksum(path: str) -> str | None:
     """Return the header's checksum; None if the file is not safetensors with checksums."""
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             header = _read_header(path, file)
     except (DamagedFileError, OSError):
         return None
@@ -127,7 +128,7 @@ def check_file(path: str, expected_header: str) -> None:
     Nothing is mapped, because a file that another process truncates would kill a process that
     has it mapped. Raises DamagedFileError if the file has changed, OSError if it cannot be read.
     """
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         header = _read_header(path, file)
         if header.checksum != expected_header:
             raise DamagedFileError(f"{path}: its header is not the one that was written")

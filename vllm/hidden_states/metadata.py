@@ -22,6 +22,7 @@ from vllm.hidden_states.layer_ids import CONVENTION
 from vllm.hidden_states.names import REQUEST_OPTIONS, Pooling
 from vllm.hidden_states.tensor_file import checksum, dtype_name
 from vllm.utils.boundaries import LayerId
+from vllm.utils.regular_files import open_regular
 from vllm.utils.whole_files import remove_temporary, write_whole
 from vllm.v1.rows.fields import BUILT_IN, LOSS_MASK, StoredNames, find_field
 from vllm.v1.rows.fields.hidden import STORAGE_DTYPES
@@ -32,6 +33,8 @@ SETTINGS_FILE = "settings.json"
 INDEX_FILE = "index.json"
 MANIFEST_FILE = "manifest.json"
 UNITS_FOLDER = "units"
+MOST_JSON_BYTES = 2**31
+"""A larger file was not written by this engine."""
 _CHECKSUM = "checksum"
 ROW_TENSORS = "row_tensors"
 """Name of the option that lists tensors and constants of fields that are not built in."""
@@ -334,8 +337,8 @@ def to_json(value: DatasetSettings | UnitRecord | FileRecord | SkippedRecord) ->
 def read_json(path: str) -> Any:
     """Read a JSON file; raises ValueError if it is missing or is not JSON."""
     try:
-        with open(path, encoding="utf-8") as file:
-            return json.load(file)
+        with open_regular(path, MOST_JSON_BYTES) as file:
+            return json.loads(file.read().decode())
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from None
 

@@ -26,6 +26,7 @@ from vllm.hidden_states.names import FORMATS
 from vllm.hidden_states.positions import positions_fit
 from vllm.hidden_states.tensor_file import checksum, file_checksum
 from vllm.hidden_states.units import WHOLE_UNIT
+from vllm.utils.regular_files import open_regular
 from vllm.v1.rows.fields import StoredNames
 from vllm.v1.rows.fields.fp8 import exact_rows, row_norms, row_parts
 
@@ -192,9 +193,9 @@ def _verify_manifest(
         return
     try:
         skipped = [SkippedRecord(**entry) for entry in records.read_json(index_path)["skipped"]]
-        with open(index_path, "rb") as index:
+        with open_regular(index_path, records.MOST_JSON_BYTES) as index:
             found = checksum(index.read())
-    except (ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         yield f"{index_path}: {error}"
         return
     if found != manifest.get("index_checksum"):

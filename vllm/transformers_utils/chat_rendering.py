@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import nullcontext
+import re
+from collections.abc import Iterator, Mapping
 from functools import cached_property, lru_cache
-from threading import Lock
 from typing import Any, NamedTuple, TypedDict, get_args
 from weakref import WeakKeyDictionary
 
@@ -91,8 +90,11 @@ class _Known(NamedTuple):
 
 
 _known: WeakKeyDictionary[Any, dict[tuple[str, ...], _Known]] = WeakKeyDictionary()
-_marks_lock = Lock()
-"""transformers collects the marks of a rendering in an object that all renderings share."""
+_OPENS, _CLOSES = "\ufdd0", "\ufdd1"
+"""Characters around marked answers. Unicode has them for such uses; no text has them."""
+_MARK_TAG = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
+_MARK_MACRO = f"{{% macro vllm_marked() %}}{_OPENS}{{{{ caller() }}}}{_CLOSES}{{% endmacro %}}\n"
+"""Written before a template, which then begins on its own line."""
 
 
 class _GenerationBlock(Extension):
@@ -114,6 +116,47 @@ def marks_answers(template: str) -> bool:
     except TemplateError:
         return False
     return tree.find(nodes.Scope) is not None
+
+
+def _show_marks(template: str) -> str:
+    """Return a template that writes characters around what ``template`` marks.
+
+    transformers counts characters from the beginning of the macro, ``{% set %}``, ``{% filter %}``
+    or recursive loop that has the marks, not from the beginning of the text.
+    """
+
+    def write(tag: re.Match[str]) -> str:
+        return f"{{%{tag[1]} {'endcall' if tag[2] else 'call vllm_marked()'} {tag[3]}%}}"
+
+    return _MARK_MACRO + _MARK_TAG.sub(write, template)
+
+
+def _read_marks(shown: str, text: str) -> Iterator[tuple[int, int]]:
+    """Yield the marked spans of ``text``, found in the same text with characters around them.
+
+    ValueError: beside these characters the texts differ, because the template changes what it
+    marks.
+    """
+    pieces = re.split(f"([{_OPENS}{_CLOSES}])", shown)
+    if "".join(pieces[::2]) != text:
+        raise ValueError(
+            "where the answers lie cannot be told: the chat template changes what it has marked "
+            "with {% generation %} (by a filter, for instance); mark what is written in the end, "
+            "or give a mask column"
+        )
+    place = start = depth = 0
+    for piece in pieces:
+        if piece == _OPENS:
+            start = start if depth else place
+            depth += 1
+        elif piece == _CLOSES:
+            depth -= 1
+            if not depth and start < place:
+                yield start, place
+        else:
+            place += len(piece)
+    if depth and start < place:  # an answer that is to be continued
+        yield start, place
 
 
 class Rendering:
@@ -176,12 +219,19 @@ class Rendering:
         return self._known_with(self._tools, self._variables).forms
 
     def render(self, messages: list[ChatMessage], marks: bool = False) -> Rendered:
-        """Render messages of ``check_messages``. ValueError: the template refuses them."""
+        """Render messages of ``check_messages``. ValueError: the template refuses them.
+
+        marks: return the spans that the template marks. ValueError also: they cannot be told.
+        """
+        shown = None
         try:
-            return self._apply(messages, self._asks, self._continues, marks)
+            text = self._apply(messages, self._asks, self._continues)
+            if marks:
+                shown = self._apply(messages, self._asks, self._continues, marks=True)
         except Exception as error:  # a template is a program: on odd messages it may raise anything
             kind = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
             raise ValueError(f"the chat template refused the messages: {kind}{error}") from error
+        return Rendered(text, () if shown is None else tuple(_read_marks(shown, text)))
 
     def mark(self, messages: list[ChatMessage], only: int | None = None) -> Marked:
         """Put markers in place of the texts of all messages, or of ``only`` one."""
@@ -213,7 +263,7 @@ class Rendering:
             if len(outlines) >= _MOST_OUTLINES:
                 outlines.clear()
             try:
-                outlines[key] = read_outline(self._apply(messages, *ends).text)
+                outlines[key] = read_outline(self._apply(messages, *ends))
             except Exception:  # a template may raise anything
                 outlines[key] = None
         return outlines[key]
@@ -237,14 +287,14 @@ class Rendering:
 
             def probe(messages: list[ChatMessage]) -> str:
                 ends = {"add_generation_prompt": False}
-                return self._apply_written(messages, tools, variables, False, **ends).text
+                return self._apply_written(messages, tools, variables, **ends)
 
             known[key] = _Known(TemplateForms(probe, fixed), {})
         return known[key]
 
     def _apply(
         self, messages: list[ChatMessage], asks: bool, continues: bool, marks: bool = False
-    ) -> Rendered:
+    ) -> str:
         """Render messages in the forms of the template. It may raise anything."""
         written = [_write(message, self.forms) for message in messages]
         ends = {"add_generation_prompt": asks, "continue_final_message": continues}
@@ -255,29 +305,27 @@ class Rendering:
         messages: list[ChatMessage],
         tools: Any,
         variables: dict[str, Any],
-        marks: bool,
+        marks: bool = False,
         **ends: bool,
-    ) -> Rendered:
+    ) -> str:
         if self._renders_itself:
             template = self._own_template
             text: str = self._tokenizer.apply_chat_template(
                 messages, tools=tools, chat_template=template, tokenize=False, **ends, **variables
             )
-            return Rendered(text, ())
+            return text
         from transformers.utils.chat_template_utils import render_jinja_template
 
         # apply_chat_template of transformers' tokenizers does the same, but leaves out content that
         # is None, which some templates look for.
-        with _marks_lock if self.has_marks else nullcontext():
-            (text,), spans = render_jinja_template(
-                conversations=[messages],
-                tools=tools,
-                chat_template=self._template,
-                return_assistant_tokens_mask=marks,
-                **{**self._tokenizer.special_tokens_map, **variables},
-                **ends,
-            )
-        return Rendered(text, tuple(map(tuple, spans[0])) if marks else ())
+        (text,), _ = render_jinja_template(
+            conversations=[messages],
+            tools=tools,
+            chat_template=_show_marks(self._template) if marks else self._template,
+            **{**self._tokenizer.special_tokens_map, **variables},
+            **ends,
+        )
+        return text
 
     def _choose_template(self, chat_template: str | None) -> Any:
         """Return the template's text. A tokenizer may have several, by name and for tools."""

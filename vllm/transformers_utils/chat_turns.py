@@ -30,6 +30,8 @@ class Turns(NamedTuple):
     """The end of a message of the user."""
     closing: str
     """The end of an answer that has no end if it is the last message."""
+    tail: str = ""
+    """The end of a conversation that asks for no answer, whoever spoke last."""
 
     def start(self, between: str, asked: str, plain: str) -> int | None:
         """Return where an answer begins in ``between``, the text between the message before and it.
@@ -62,6 +64,7 @@ class Turns(NamedTuple):
 
         final: the text behind the same answer if it is the last message.
         """
+        final = final.removesuffix(self.tail)
         if not self.asks:
             always = (one for one in self.openings or () if final.endswith(one))
             final = final.removesuffix(next(always, ""))
@@ -90,7 +93,8 @@ def read_turns(rendering: Rendering) -> Turns:
     if asked == plain:
         return Turns(False, *_without_prompt(rendering, plain, before), closing)
     user_end = _same_start(asked.literals[-1], plain.literals[-1])
-    return Turns(True, _openings(asked.literals[-1], before, user_end), user_end, closing)
+    openings = _openings(asked.literals[-1], before, user_end)
+    return Turns(True, openings, user_end, closing, plain.literals[-1][len(user_end) :])
 
 
 def _without_prompt(

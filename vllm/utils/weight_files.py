@@ -75,7 +75,8 @@ def _digest(paths: list[Path], places: Callable[[int], Iterable[tuple[int, int]]
 
 def torch_files(folder: Path) -> list[Path]:
     """The ``.bin`` files with weights, sorted by name."""
-    found = sorted(path for path in folder.glob("*.bin") if not path.name.startswith(NOT_WEIGHTS))
+    files = (path for path in folder.glob("*.bin") if path.is_file())
+    found = sorted(path for path in files if not path.name.startswith(NOT_WEIGHTS))
     named = [path for path in found if path.name.startswith("pytorch_model")]
     return named or found
 

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
+from vllm.exceptions import EXIT_STATUS, FailureKind
 from vllm.utils.text import did_you_mean
 from vllm.version import PRODUCT
 
@@ -58,6 +59,8 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line ``argv`` (default: that of this process); returns the exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115  None: closed by the shell
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
     try:
         try:
             return _run(arguments)
@@ -67,6 +70,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not _has_lost_its_reader():
             raise
         return _SIGPIPE_STATUS
+    except KeyboardInterrupt:
+        print("vllm: interrupted", file=sys.stderr)
+        return EXIT_STATUS[FailureKind.ABORTED]
+    except OSError as error:  # of a full disk behind the output, for instance
+        print(f"vllm: {error}", file=sys.stderr)
+        if sys.stdout is sys.__stdout__:
+            _drop_output()
+        return 1
 
 
 def _has_lost_its_reader() -> bool:
@@ -75,8 +86,13 @@ def _has_lost_its_reader() -> bool:
     watch.register(sys.stdout.fileno(), 0)  # errors are always reported
     if not watch.poll(0):
         return False
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
+    _drop_output()
     return True
+
+
+def _drop_output() -> None:
+    """Send what is still to be printed nowhere, so that the flush at exit does not fail."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _run(arguments: list[str]) -> int:

@@ -117,9 +117,8 @@ def _safetensors_files(folder: Path) -> list[Path]:
     single = folder / SINGLE_FILE
     if single.is_file():
         return [single]
-    return sorted(
-        path for path in folder.glob("*.safetensors") if not path.name.startswith(_OTHER_FILES)
-    )
+    found = (path for path in folder.glob("*.safetensors") if path.is_file())
+    return sorted(path for path in found if not path.name.startswith(_OTHER_FILES))
 
 
 def _torch_files(folder: Path) -> list[Path]:

@@ -26,6 +26,7 @@ from vllm.model_executor.model_loader.checkpoint import (
     stored_names,
 )
 from vllm.model_executor.model_loader.stored_weights import dequantise_all, stored_weights
+from vllm.model_executor.model_loader.tensor_limit import TensorLimit
 from vllm.model_executor.model_loader.weight_utils import log_skipped
 from vllm.model_executor.models.interfaces import SkipsWeights, VllmModelForTextGeneration
 from vllm.model_executor.transformers_modules.choice import make_model
@@ -74,6 +75,7 @@ def initialize_model(
             _build_lock,
             _default_dtype(model_config.dtype),
             torch.device(device or vllm_config.device_config.device_type),
+            TensorLimit(vllm_config),
             set_current_vllm_config(vllm_config),
         ):
             model: nn.Module = model_class(vllm_config=vllm_config, prefix=prefix)

@@ -22,6 +22,7 @@ from vllm.hidden_states.tensor_file import (
     checksum,
     dtype_name,
 )
+from vllm.utils.regular_files import open_regular
 from vllm.utils.whole_files import temporary_path
 from vllm.v1.outputs import ExtractedRows
 from vllm.v1.rows.fields import StoredNames
@@ -118,8 +119,9 @@ def write_hidden_states(
 def read_hidden_states(path: str) -> dict[str, torch.Tensor]:
     """Read all tensors of a file, and compare them with the checksums in it (if any).
 
-    Raises ValueError when a tensor differs from its checksum.
+    Raises ValueError when a tensor differs from its checksum, and OSError if it is not a file.
     """
+    open_regular(path).close()
     with safe_open(path, framework="pt") as file:
         metadata: dict[str, str] = file.metadata() or {}
         tensors: dict[str, torch.Tensor] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118

@@ -91,8 +91,9 @@ class StoredBlocks:
         return self.folder / f"{_name_of(key)}{SUFFIX}"
 
     def has(self, key: BlockKey) -> bool:
-        """Return whether there is a file for the block."""
-        return is_regular(self.path(key))
+        """Return whether there is a file for the block that this user may read."""
+        path = self.path(key)
+        return is_regular(path) and os.access(path, os.R_OK)
 
     def stage(self, keys: Sequence[BlockKey], data: bytes) -> Path:
         """Write a block to a temporary file, to be published or unlinked. OSError: it failed, and
@@ -126,14 +127,16 @@ class StoredBlocks:
     def read(self, key: BlockKey, num_bytes: int) -> bytearray:
         """Read a block of ``num_bytes`` bytes.
 
-        OSError: there is no such file, it is not a regular file, or it is too large.
-        DamagedBlockError: the file is damaged, or holds another block; it is removed.
+        OSError: there is no such file, or it is not a regular file.
+        DamagedBlockError: the file is damaged, too large, or holds another block; it is removed.
         """
         path = self.path(key)
         most = _DIGEST_BYTES + _LENGTH_BYTES + _MOST_HEADER_BYTES + num_bytes
-        with open_regular(path, most) as file:
-            content = file.read(most)
+        with open_regular(path) as file:
+            content = file.read(most + 1)
         try:
+            if len(content) > most:
+                raise DamagedBlockError(f"{path.name} has more than {most:,} bytes")
             data = self._check(key, content, num_bytes)
         except DamagedBlockError:
             path.unlink(missing_ok=True)
@@ -149,21 +152,30 @@ class StoredBlocks:
         if _digest_of(rest) != digest:
             raise DamagedBlockError(f"{name} does not match its checksum")
         end = _LENGTH_BYTES + int.from_bytes(rest[:_LENGTH_BYTES], "little")
-        header = json.loads(rest[_LENGTH_BYTES:end])
-        if header["fits"] != self.folder.name or _name_of(key) not in header["names"]:
-            raise DamagedBlockError(f"{name} holds the block {header['names'][0]} instead")
+        try:
+            header = json.loads(rest[_LENGTH_BYTES:end])
+            fits, names = header["fits"], list(header["names"])
+        except (ValueError, TypeError, KeyError) as error:
+            raise DamagedBlockError(f"{name} does not say what it holds") from error
+        if fits != self.folder.name or _name_of(key) not in names:
+            raise DamagedBlockError(f"{name} holds other blocks instead: {names[:1]}")
         data = bytearray(memoryview(rest)[end:])
         if len(data) != num_bytes:
             raise DamagedBlockError(f"{name} holds {len(data)} bytes, not {num_bytes}")
         return data
 
     def _files(self) -> list[tuple[float, int, str, int]]:
-        """Return ``(last use, bytes, name, inode)`` of every file, the oldest first."""
+        """Return ``(last use, bytes, name, inode)`` of every file, the oldest first.
+
+        Folders and links, which the engine does not make, are left alone.
+        """
         found = []
         with os.scandir(self.folder) as entries:
             for entry in entries:
                 with suppress(FileNotFoundError):
-                    status = entry.stat()
+                    if not entry.is_file(follow_symlinks=False):
+                        continue
+                    status = entry.stat(follow_symlinks=False)
                     found.append((status.st_mtime, status.st_size, entry.name, status.st_ino))
         return sorted(found)
 
