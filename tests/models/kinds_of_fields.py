@@ -23,6 +23,8 @@ from vllm.hidden_states import ExtractRequest, HiddenStatesSample
 from vllm.v1.core.kv_cache_utils import blocks_per_request
 from vllm.v1.rows.fields import LOSS_MASK
 
+JOINED = "all requests of a step as one sequence"
+"""The way in which modules of transformers keep bits."""
 WITHOUT_NORM = {"openai_gpt"}
 TOP = 5
 MOST_FAILURES = 20
@@ -40,6 +42,8 @@ class Fields:
             self.width = llm.llm_engine.model_config.get_row_size()
             self.points = runner.hook_points.points
             self.hooks = [point.names[0] for point in self.points]
+            is_module = family.model_impl == "transformers"
+            self.has_bits = not is_module or runner.model.way == JOINED
             self.samples = self.extract(llm)
 
     @cached_property
@@ -63,7 +67,19 @@ class Fields:
     def check_bits(self, samples: list[HiddenStatesSample]) -> None:
         """Everything that requests asked for is what they got first."""
         for sample, first in zip(samples, self.samples, strict=True):
+            self.check_same(sample, first)
+
+    def check_same(self, sample: HiddenStatesSample, first: HiddenStatesSample) -> None:
+        """All tensors have the same bits; where these are not promised, values are near."""
+        if self.has_bits:
             check_same(sample, first)
+            return
+        for name, tensor in first.tensors.items():
+            if tensor.dtype.is_floating_point:
+                own = sample.tensors[name].float().nan_to_num(0)
+                error = relative_error(own, tensor.float().nan_to_num(0))
+                most = MOST_ERROR if tensor.dtype is torch.float32 else 0.1
+                assert error <= most, f"{name}: {error:.0e} of the rms away"
 
 
 def check_same(sample: HiddenStatesSample, first: HiddenStatesSample) -> None:
@@ -132,7 +148,10 @@ def prefix(fields: Fields) -> None:
     with fields.family.engine() as llm:
         llm.generate(fields.family.asked(0), greedy(), use_tqdm=False)
         (hit,) = llm.generate(fields.family.asked(3), greedy(), use_tqdm=False)
-        assert hit.num_cached_tokens == SHARED, f"{hit.num_cached_tokens} tokens were found"
+        is_module = fields.family.model_impl == "transformers"  # some keep nothing
+        assert is_module or hit.num_cached_tokens == SHARED, (
+            f"{hit.num_cached_tokens} tokens were found"
+        )
         for _ in range(2):
             fields.check_bits(fields.extract(llm))
 
@@ -164,7 +183,7 @@ def check_generated(fields: Fields, llm: LLM) -> None:
         prompt = fields.family.prompts[i // 2]
         assert len(text) == len(prompt) + NEW_TOKENS and text[: len(prompt)] == prompt
         (whole,) = llm.extract(fields.requests([text])[i % 2])
-        check_same(sample, whole)
+        fields.check_same(sample, whole)
 
 
 def tiny_pool(fields: Fields) -> None:
@@ -183,7 +202,7 @@ def bfloat16(fields: Fields) -> None:
     with fields.family.engine(dtype="bfloat16", max_num_batched_tokens=13) as llm:
         chunks = fields.extract(llm)
     for sample, again, first in zip(rounded, chunks, fields.samples, strict=True):
-        check_same(sample, again)
+        fields.check_same(sample, again)
         distance = (sample.hidden_states.float() - first.hidden_states).square().mean(-1).sqrt()
         rms = first.hidden_states.square().mean((0, 2)).sqrt()
         worst = float((distance.median(0).values / rms).max())
@@ -198,7 +217,7 @@ def fp8(fields: Fields) -> None:
         largest = first.hidden_states.abs().amax(-1, keepdim=True)
         apart = (sample.rows() - first.hidden_states).abs()
         assert bool((apart <= largest / 16).all()), "FP8 is more than a rounding away"
-        for name in first.other_tensors:
+        for name in first.other_tensors if fields.has_bits else ():
             expected = first.tensors[name].nan_to_num(9)
             assert torch.equal(sample.tensors[name].nan_to_num(9), expected), f"{name}: other bits"
 

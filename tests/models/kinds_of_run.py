@@ -48,6 +48,8 @@ OPTIONS: dict[str, Any] = {"max_model_len": 96, "kv_cache_memory_bytes": 2**25}
 class Family:
     """One family: its checkpoint, what transformers makes of it, and what was seen of it."""
 
+    model_impl = "auto"
+
     def __init__(self, name: str, folder: Path) -> None:
         self.name = name
         self.checkpoint = make_checkpoint(folder / "checkpoint", name)
@@ -68,7 +70,8 @@ class Family:
             return self.extracted(llm, self.layers)
 
     def engine(self, **options: Any) -> Any:
-        return engine(self.checkpoint, **{**OPTIONS, "max_num_batched_tokens": 256, **options})
+        usual = {**OPTIONS, "max_num_batched_tokens": 256, "model_impl": self.model_impl}
+        return engine(self.checkpoint, **{**usual, **options})
 
     def files(self, name: str) -> dict[str, Any]:
         return extraction_config(self.layers, self.folder / name)
@@ -254,11 +257,14 @@ def main(
 ) -> None:
     parser = argparse.ArgumentParser(description=sys.modules["__main__"].__doc__)
     parser.add_argument("families", nargs="*", help="keys of FAMILIES; all without")
+    parser.add_argument("--model-impl", default="auto", choices=["auto", "transformers"])
+    arguments = parser.parse_args()
+    Family.model_impl = arguments.model_impl
     logging.disable(logging.WARNING)
     found: dict[str, dict[str, str]] = {}
     widths = [len(kind) for kind in kinds]
     print(f"{'family':20} {' '.join(kinds)}  seconds", flush=True)
-    for name in parser.parse_args().families or FAMILIES:
+    for name in arguments.families or FAMILIES:
         start = time.perf_counter()
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
             found[name] = problems_of(name, Path(folder), kinds, look_at)
