@@ -13,7 +13,7 @@ import torch
 from tests.engine.harness import engine, random_prompts
 from tests.models.families import SLICE
 from tests.models.oracle import reference_run
-from vllm import AsyncEngineArgs, AsyncLLM
+from vllm import AsyncEngineArgs, AsyncLLM, SamplingParams
 from vllm.hidden_states import ExtractRequest, FailedSample
 from vllm.v1.rows.fields.logprobs import top_ids
 
@@ -116,7 +116,7 @@ def test_beside_norms_in_fp8_and_other_requests(checkpoint: Checkpoint) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"top_logprobs": -1}, "top_logprobs=-1: has to be a whole number from 0 to 1024"),
+        ({"top_logprobs": -2}, "top_logprobs=-2: has to be a whole number from 0 to 1024"),
         ({"top_logprobs": 2000}, "from 0 to 1024"),
         ({"top_logprobs": 400}, "top_logprobs=400: the vocabulary has 307 tokens"),
         ({"top_logprobs": 3, "logprob_temperature": 0.0}, "logprob_temperature=0.0"),
@@ -153,3 +153,38 @@ def test_another_process_hands_them_over(checkpoint: Checkpoint) -> None:
         assert sample.tensors.keys() == right.tensors.keys()
         for name, tensor in right.tensors.items():
             assert torch.equal(sample.tensors[name].nan_to_num(9), tensor.nan_to_num(9))
+
+
+@pytest.mark.parametrize("impl", ["auto", "transformers"])
+def test_of_the_whole_vocabulary(impl: str, checkpoint: Checkpoint) -> None:
+    """Against transformers, beside other requests, and with generated tokens."""
+    folder = checkpoint("gemma2")  # it caps its logits
+    requests = [
+        ExtractRequest(prompt, layers=[1], top_logprobs=count, logprob_temperature=1.5)
+        for prompt in PROMPTS
+        for count in (-1, 3)
+    ]
+    with engine(folder, model_impl=impl, max_num_batched_tokens=48) as llm:
+        samples = list(llm.extract(requests))
+        (alone,) = llm.extract(requests[4], positions=[3, 0])
+        params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
+        (text,) = llm.extract(requests[2], sampling_params=params)
+        (whole,) = llm.extract(
+            [text.token_ids.tolist()], 1, top_logprobs=-1, logprob_temperature=1.5
+        )
+    for prompt, full, top in zip(PROMPTS, samples[::2], samples[1::2], strict=True):
+        ids = torch.tensor(prompt["prompt_token_ids"])
+        logits = reference_run(folder, ids.tolist()).logits.float() / 1.5
+        assert full.logprobs is not None and full.logprobs.dtype is torch.float32
+        assert full.top_token_ids is None and top.logprobs is None
+        torch.testing.assert_close(full.logprobs, logits.log_softmax(-1), rtol=1e-5, atol=1e-4)
+        following = full.logprobs[:-1].gather(1, ids[1:, None])[:, 0]
+        assert torch.equal(full.token_logprobs[:-1], following)
+        assert full.token_logprobs[-1].isnan()
+        torch.testing.assert_close(
+            full.logprobs.gather(1, top.top_token_ids.long()), top.top_logprobs
+        )
+    assert samples[4].logprobs is not None
+    if impl == "auto":
+        assert torch.equal(alone.logprobs, samples[4].logprobs[[3, 0]])
+        assert torch.equal(text.logprobs, whole.logprobs)

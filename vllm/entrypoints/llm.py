@@ -244,7 +244,8 @@ class LLM:
                 the ``"last"`` of them. ``"none"``: keep all of them.
             add_special_tokens: give texts the tokenizer's special tokens, such as BOS.
             top_logprobs: keep the ids and log-probabilities of so many most likely next tokens with
-                each row, and the log-probability of the token that follows; up to 1,024.
+                each row, and the log-probability of the token that follows; up to 1,024. -1: keep
+                ``sample.logprobs`` of the whole vocabulary.
             logprob_temperature: divides the logits before their softmax.
             sampling_params: generate after each prompt; the rows are those of prompt and output,
                 ``sample.output`` has the text. ``n`` continuations give ``n`` samples in a row.

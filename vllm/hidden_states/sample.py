@@ -49,7 +49,8 @@ class ExtractRequest:
     add_special_tokens: bool | None = None
     """True if a text gets the tokenizer's special tokens, such as BOS."""
     top_logprobs: int | None = None
-    """Number of most likely next tokens to keep with each row, up to 1,024; 0: none."""
+    """Number of most likely next tokens to keep with each row, up to 1,024; 0: none; -1: the
+    log-probabilities of the whole vocabulary."""
     logprob_temperature: float | None = None
     """Divides the logits before their softmax."""
     sampling_params: SamplingParams | None = None
@@ -155,6 +156,11 @@ class HiddenStatesSample:
     def top_logprobs(self) -> torch.Tensor | None:
         """float32 [rows, k], their log-probabilities; a dataset may store them as float16."""
         return self.tensors.get("top_logprobs")
+
+    @property
+    def logprobs(self) -> torch.Tensor | None:
+        """float32 [rows, vocabulary], log-probabilities of all next tokens."""
+        return self.tensors.get("logprobs")
 
     @property
     def token_logprobs(self) -> torch.Tensor | None:

@@ -48,7 +48,7 @@ from vllm.v1.outputs import ExtractedRows
 from vllm.v1.rows.fields.activations import checked_hooks
 from vllm.v1.rows.fields.hidden import STORAGE_DTYPES, HiddenStates
 from vllm.v1.rows.fields.layout import RowLayout, TensorForm
-from vllm.v1.rows.fields.requested import requested_fields
+from vllm.v1.rows.fields.requested import ALL_LOGPROBS, requested_fields
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -164,8 +164,11 @@ def _check_own(options: ExtractRequest, allowed: frozenset[str]) -> None:
 def check_logprobs(count: object, temperature: object) -> None:
     """Raise ValueError for a number of log-probabilities, or a temperature, that cannot be."""
     most, is_count = MOST_LOGPROBS, isinstance(count, int) and not isinstance(count, bool)
-    if not is_count or not 0 <= cast("int", count) <= most:
-        raise ValueError(f"top_logprobs={count!r}: has to be a whole number from 0 to {most}")
+    if not is_count or not ALL_LOGPROBS <= cast("int", count) <= most:
+        raise ValueError(
+            f"top_logprobs={count!r}: has to be a whole number from 0 to {most}, or {ALL_LOGPROBS} "
+            "for the whole vocabulary"
+        )
     is_number = isinstance(temperature, int | float) and not isinstance(temperature, bool)
     if not is_number or not 1e-4 <= cast("float", temperature) <= 1e4:
         raise ValueError(f"logprob_temperature={temperature!r}: has to be in [0.0001, 10000]")

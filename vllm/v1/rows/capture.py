@@ -14,7 +14,7 @@ from vllm.ops.rows import capture_rows
 from vllm.utils.boundaries import NORM, LayerId, in_order
 from vllm.v1.rows.fields.hidden import HiddenStates
 from vllm.v1.rows.fields.layout import Field, RowLayout
-from vllm.v1.rows.fields.logprobs import LOGITS, TopLogprobs
+from vllm.v1.rows.fields.logprobs import LOGITS, LogprobField
 
 ComputeLogits = Callable[[torch.Tensor], torch.Tensor]
 
@@ -92,7 +92,7 @@ class RowCapture:
         """Store what is kept of the logits of the tokens whose rows are wanted, a block of rows
         after another. hidden: [tokens, hidden], what the model returned."""
         for field, cells, slots, next_token_ids in self._takers.get(LOGITS, ()):
-            assert isinstance(field, TopLogprobs) and next_token_ids is not None
+            assert isinstance(field, LogprobField) and next_token_ids is not None
             if sampled is not None:
                 next_token_ids = torch.where(next_token_ids < 0, sampled(), next_token_ids)
             tokens = (slots >= 0).nonzero().flatten()

@@ -22,14 +22,26 @@ LOGITS = "logits"
 """The source: logits of the next token, which exist for a few rows at a time only."""
 _BLOCK_BYTES = 60 << 20
 _GROUP = 128
+_MOST_EXCESS = 1e-3
+"""Largest logarithm of the sum of a row's probabilities that rounding explains."""
+
+
+class LogprobField(Field):
+    """A field that is made from logits."""
+
+    source: ClassVar[str] = LOGITS
+    vocab_size: int
+
+    def rows_at_once(self, logits_itemsize: int) -> int:
+        """Return how many rows of logits may exist at once: 60 MiB with their float32 copies."""
+        return max(1, _BLOCK_BYTES // (self.vocab_size * (logits_itemsize + 8)))
 
 
 @dataclass(frozen=True)
-class TopLogprobs(Field):
+class TopLogprobs(LogprobField):
     """The ``k`` largest log-probabilities at a temperature; of equal ones the lower ids."""
 
     name: ClassVar[str] = "top_logprobs"
-    source: ClassVar[str] = LOGITS
     tensor_names: ClassVar[tuple[str, ...]] = ("top_token_ids", "top_logprobs", "token_logprobs")
 
     k: int
@@ -40,17 +52,10 @@ class TopLogprobs(Field):
     def cells(self) -> Cells:
         return Cells(torch.int32, 1, 2 * self.k + 1)
 
-    def rows_at_once(self, logits_itemsize: int) -> int:
-        """Return how many rows of logits may exist at once: 60 MiB with their float32 copies."""
-        return max(1, _BLOCK_BYTES // (self.vocab_size * (logits_itemsize + 8)))
-
     def encode(self, *values: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Encode logits [tokens, vocabulary] and the tokens that follow, int64 [tokens], -1 where
         none is known: its log-probability is NaN."""
-        given, next_token_ids = values
-        logits = given.float()
-        if self.temperature != 1.0:  # in place if float() made a copy
-            logits = torch.div(logits, self.temperature, out=None if logits is given else logits)
+        logits, next_token_ids = at_temperature(values[0], self.temperature), values[1]
         ids = top_ids(logits, self.k)
         is_known = next_token_ids >= 0
         chosen = torch.cat([ids, next_token_ids.clamp(min=0)[:, None]], dim=1)
@@ -90,6 +95,63 @@ class TopLogprobs(Field):
             return None
         message = f"log-probabilities of the token after {positions[int(bad[0, 0])]} are not finite"
         return Failure(FailureKind.LOGITS_NOT_FINITE, message)
+
+
+@dataclass(frozen=True)
+class FullLogprobs(LogprobField):
+    """The log-probabilities of the whole vocabulary at a temperature."""
+
+    name: ClassVar[str] = "logprobs"
+    tensor_names: ClassVar[tuple[str, ...]] = ("logprobs", "token_logprobs")
+
+    temperature: float
+    vocab_size: int
+
+    @property
+    def cells(self) -> Cells:
+        return Cells(torch.int32, 1, self.vocab_size + 1)
+
+    def encode(self, *values: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Encode what :meth:`TopLogprobs.encode` takes."""
+        logits, next_token_ids = at_temperature(values[0], self.temperature), values[1]
+        logprobs = logits.log_softmax(dim=1)
+        following = logprobs.gather(1, next_token_ids.clamp(min=0)[:, None])
+        following.masked_fill_((next_token_ids < 0)[:, None], math.nan)
+        return torch.cat([logprobs, following], dim=1).view(torch.int32), None
+
+    @property
+    def forms(self) -> Mapping[str, TensorForm]:
+        return {
+            "logprobs": TensorForm(torch.float32, (self.vocab_size,)),
+            "token_logprobs": TensorForm(torch.float32, ()),
+        }
+
+    def decode(self, cells: torch.Tensor) -> dict[str, torch.Tensor]:
+        logprobs = cells[:, 0].view(torch.float32)
+        return {
+            "logprobs": logprobs[:, :-1].contiguous(),
+            "token_logprobs": logprobs[:, -1].contiguous(),
+        }
+
+    def find_fault(
+        self, tensors: Mapping[str, torch.Tensor], positions: Sequence[int]
+    ) -> Failure | None:
+        """Find a row whose probabilities do not add up to 1."""
+        is_whole = tensors["logprobs"].logsumexp(-1).abs() < _MOST_EXCESS
+        bad = (~is_whole).nonzero()
+        if not len(bad):
+            return None
+        message = f"probabilities of the token after {positions[int(bad[0, 0])]} are not finite"
+        return Failure(FailureKind.LOGITS_NOT_FINITE, message)
+
+
+def at_temperature(given: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Return logits as float32, divided by the temperature."""
+    logits = given.float()
+    if temperature == 1.0:
+        return logits
+    # In place if float() made a copy.
+    return torch.div(logits, temperature, out=None if logits is given else logits)
 
 
 def top_ids(logits: torch.Tensor, k: int) -> torch.Tensor:

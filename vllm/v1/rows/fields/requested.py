@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from vllm.v1.rows.fields.layout import Field
-from vllm.v1.rows.fields.logprobs import TopLogprobs
+from vllm.v1.rows.fields.logprobs import FullLogprobs, TopLogprobs
+
+ALL_LOGPROBS = -1
+"""The value of ``top_logprobs`` for the whole vocabulary."""
 
 
 def requested_fields(
@@ -12,4 +15,6 @@ def requested_fields(
     """Return the fields of a request with these options, in the order of their places in a row."""
     if not top_logprobs:
         return ()
+    if top_logprobs == ALL_LOGPROBS:
+        return (FullLogprobs(logprob_temperature, vocab_size),)
     return (TopLogprobs(top_logprobs, logprob_temperature, vocab_size),)
