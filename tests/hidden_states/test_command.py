@@ -56,6 +56,9 @@ def test_convert(dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
         (["convert", "SRC", "b", "--format", "files", "--shard-size", "inf"], "--shard-size inf"),
         (["convert", "SRC", "b", "--format", "zip"], "invalid choice: 'zip'"),
         (["inspect", "SRC", "--samples", "0"], "--samples 0: use at least 1"),
+        (["verify", "--against", "sglang", "m", "SRC"], "--against sglang: use --against transf"),
+        (["verify", "--against", "transformers", "m", "SRC", "--samples", "0"], "--samples 0: use"),
+        (["verify", "--against", "transformers", "/no/such", "SRC"], "/no/such"),
         (["look"], "invalid choice: 'look'"),
     ],
 )

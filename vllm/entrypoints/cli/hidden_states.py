@@ -46,9 +46,21 @@ def build_hidden_states_parser() -> argparse.ArgumentParser:
     inspect.add_argument("--seed", type=int, default=0, help="default: %(default)s")
     inspect.set_defaults(run=_inspect)
 
-    about = "Print a line for each problem; the exit status is 1 if there are any."
+    about = (
+        "Print a line for each problem; the exit status is 1 if there are any. With --against: "
+        "compute samples again with transformers instead, and print the worst errors; the exit "
+        "status is 1 if one is beyond its limit."
+    )
     verify = actions.add_parser("verify", help="check every checksum and shape", description=about)
     verify.add_argument("directory", metavar="DIR")
+    verify.add_argument("--against", nargs=2, metavar=("transformers", "MODEL"),
+        help="compare rows with those of this checkpoint in transformers")  # fmt: skip
+    verify.add_argument("--samples", type=int, default=16,
+        help="number of samples to compute again (default: %(default)s)")  # fmt: skip
+    verify.add_argument("--seed", type=int, default=0,
+        help="draws the samples (default: %(default)s)")  # fmt: skip
+    verify.add_argument("--revision", help="of MODEL on the hub")
+    verify.add_argument("--trust-remote-code", action="store_true", help="run code of MODEL")
     verify.set_defaults(run=_verify)
 
     about = "Run the command again to resume it."
@@ -190,6 +202,8 @@ def _token_text(tokenizer: TokenizerLike, token_id: int) -> str:
 
 
 def _verify(args: argparse.Namespace) -> int:
+    if args.against is not None:
+        return _verify_against(args)
     from vllm.hidden_states.verify import verify_dataset
 
     count = 0
@@ -198,6 +212,24 @@ def _verify(args: argparse.Namespace) -> int:
         count += 1
     print(f"{args.directory}: {count or 'no'} problem{'' if count == 1 else 's'}")
     return 1 if count else 0
+
+
+def _verify_against(args: argparse.Namespace) -> int:
+    from pathlib import Path
+
+    from vllm.entrypoints.extract.recompute import verify_against
+
+    reference, model = args.against
+    if reference != "transformers":
+        raise ValueError(f"--against {reference}: use --against transformers MODEL")
+    if args.samples < 1:
+        raise ValueError(f"--samples {args.samples}: use at least 1")
+    return verify_against(
+        *(Path(args.directory), args.samples, args.seed),
+        model=model,
+        revision=args.revision,
+        trust_remote_code=args.trust_remote_code,
+    )
 
 
 def _convert(args: argparse.Namespace) -> int:
