@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from example_runner import run_example
+from example_runner import EXAMPLES, run_example
 
 
 def test_extract_then_read(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,3 +48,43 @@ def test_prefixes_outlive_the_pool_and_the_engine(cache: Path) -> None:
     assert printed.count("the same rows: True") == 4, printed
     assert len(found) == 4
     assert min(found) >= 150, printed
+
+
+@pytest.mark.parametrize(
+    ("name", "steps"),
+    [("train_eagle_head", 16), ("train_probe", 60), ("train_sae", 24), ("distill", 50)],
+)
+def test_training(name: str, steps: int, cache: Path, tmp_path: Path) -> None:
+    printed = train(name, steps, cache, tmp_path / "loss.png")
+    first, last = first_and_last(printed)
+    assert last < 0.9 * first, printed
+    if name == "train_probe":
+        accuracies = [int(value) for value in re.findall(r"layer \d: (\d+)%", printed)]
+        assert len(accuracies) == 9
+        assert accuracies[0] < 25 < 40 < max(accuracies), "one of 8 by chance"
+
+
+def test_a_learnt_steering_vector(cache: Path, tmp_path: Path) -> None:
+    printed = train("steer", 12, cache, tmp_path / "loss.png")
+    first, last = first_and_last(printed)
+    assert last < 0.95 * first, printed
+    trained = float(re.findall(r"with the vector: loss (\d+\.\d+)", printed)[0])
+    losses = [float(value) for value in re.findall(r"of the vector: loss (\d+\.\d+)", printed)]
+    assert losses[0] > losses[1] > losses[2]
+    assert losses[2] == pytest.approx(trained, abs=2e-4), "the engine adds it as transformers does"
+
+
+def train(name: str, steps: int, cache: Path, plot: Path) -> str:
+    """Run a training example; returns what it prints."""
+    pytest.importorskip("matplotlib")
+    arguments = ("--steps", str(steps), "--cache-dir", cache, "--plot", plot)
+    printed = run_example(f"{name}.py", *arguments)
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    assert len((EXAMPLES / f"{name}.py").read_text().splitlines()) <= 80
+    return printed
+
+
+def first_and_last(printed: str) -> tuple[float, float]:
+    """Return the mean loss of the first and of the last steps."""
+    ((first, last),) = re.findall(r"loss from (\d+\.\d+) to (\d+\.\d+)", printed)
+    return float(first), float(last)

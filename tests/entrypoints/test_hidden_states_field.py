@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -547,3 +548,18 @@ def test_priorities(tiny_llama: Path, tmp_path: Path) -> None:
             ends = list(threads.map(run, [9, 9, 9, 9, 9, -9]))
     assert ends[-1] < max(ends)
     assert sorted(ends).index(ends[-1]) < 3
+
+
+def test_the_trainers_side_in_the_recipes(plain: LiveServer, reference: LLM) -> None:
+    """The fragment runs as it stands, without anything of this package."""
+    page = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text()
+    (code,) = re.findall(r"^```py\n(.*?localhost:8000.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    assert "vllm" not in code
+    code = code.replace("http://localhost:8000", plain.url).replace("2,", "1,")
+    steps: list[tuple[torch.Tensor, torch.Tensor]] = []
+    texts = ["A text.", "Another one, a little longer."]
+    exec(code, {"texts": texts, "train_step": lambda *tensors: steps.append(tensors)})
+    for sample in reference.extract(texts, [1, "norm"]):
+        rows, token_ids = steps[sample.index]
+        assert torch.equal(rows, sample.hidden_states)
+        assert torch.equal(token_ids, sample.token_ids)

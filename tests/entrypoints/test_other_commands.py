@@ -16,6 +16,7 @@ from vllm.ops.native import isas_of_this_cpu
 from vllm.ops.sources import kernels_of
 from vllm.utils.build_info import version_line
 from vllm.utils.mem_utils import format_bytes, total_memory_bytes
+from vllm.version import PRODUCT
 
 
 def facts(capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
@@ -29,6 +30,7 @@ def test_the_facts(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monke
     monkeypatch.setenv("VLLM_OF_ANOTHER_VERSION", "x=1")
     found = facts(capsys)
     assert found["engine"] == version_line()
+    assert found["engine"].startswith(f"{PRODUCT} ")
     assert found["Python"].startswith(sys.version.split()[0])
     assert found["torch"] == torch.__version__
     assert found["transformers"] == transformers.__version__

@@ -22,6 +22,7 @@ from tests.models.checkpoints import make_checkpoint
 from vllm import LLM
 from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.cli.extract import parse_extract_arguments
+from vllm.entrypoints.cli.main import main
 from vllm.entrypoints.extract.job import run_job
 from vllm.entrypoints.extract.options import ExtractOptions
 from vllm.hidden_states.dataset import HiddenStatesDataset
@@ -154,6 +155,41 @@ def test_verify(
 
     assert verify_samples(tmp_path / "rounded", 4, 0, ModelConfig(model=str(other))) == 1
     assert "BEYOND" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("storage_dtype", "limit"), [("float32", "1.00e-04"), ("float16", "1.10e-03")]
+)
+def test_verify_against_transformers(
+    storage_dtype: str, limit: str, tiny_llama: Path, data: Path, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    options: dict[str, Any] = {"layers": "0,2,last,norm", "storage_dtype": storage_dtype}
+    assert run_real(tiny_llama, data, tmp_path / "output", **options) == 0
+    capsys.readouterr()
+
+    def verify(model: Path, directory: Path, *arguments: str) -> int:
+        against = ["--against", "transformers", str(model)]
+        return main(["hidden-states", "verify", *against, str(directory), *arguments])
+
+    assert verify(tiny_llama, tmp_path / "output", "--samples", "3", "--seed", "1") == 0
+    printed = capsys.readouterr().out
+    assert "Worst errors of 3 samples" in printed
+    assert printed.count(f"within {limit}") == 4
+    files = ["convert", str(tmp_path / "output"), str(tmp_path / "files"), "--format", "files"]
+    assert main(["hidden-states", *files]) == 0
+    assert verify(tiny_llama, tmp_path / "files") == 0, "converted"
+    for path in (tmp_path / "files").glob("*.json"):
+        path.unlink()
+    assert verify(tiny_llama, tmp_path / "files") == 0, "a plain folder of files"
+    capsys.readouterr()
+    assert verify(make_checkpoint(tmp_path / "other", "llama", seed=3), tmp_path / "output") == 1
+    assert capsys.readouterr().out.count("BEYOND") == 4
+    deeper = make_checkpoint(tmp_path / "deeper", "llama", num_hidden_layers=6)
+    with pytest.raises(SystemExit) as ended:
+        verify(deeper, tmp_path / "output")
+    assert ended.value.code == 2
+    assert "deeper has 6 layers of width" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("family", ["gpt2", "openai_gpt", "rwkv", "xlstm"])

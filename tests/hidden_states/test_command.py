@@ -14,13 +14,8 @@ import torch
 from tests.hidden_states.sample_data import make_samples, write_dataset
 from vllm.entrypoints.cli.main import main
 from vllm.hidden_states import HiddenStatesDataset
-from vllm.hidden_states.inspection import (
-    RowStatistics,
-    _draw_cosines,
-    _draw_lengths,
-    _draw_norms,
-    measure_rows,
-)
+from vllm.hidden_states.plots import draw_cosines, draw_lengths, draw_norms
+from vllm.hidden_states.row_statistics import measure_rows
 
 PNG = b"\x89PNG\r\n"
 
@@ -61,6 +56,9 @@ def test_convert(dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
         (["convert", "SRC", "b", "--format", "files", "--shard-size", "inf"], "--shard-size inf"),
         (["convert", "SRC", "b", "--format", "zip"], "invalid choice: 'zip'"),
         (["inspect", "SRC", "--samples", "0"], "--samples 0: use at least 1"),
+        (["verify", "--against", "sglang", "m", "SRC"], "--against sglang: use --against transf"),
+        (["verify", "--against", "transformers", "m", "SRC", "--samples", "0"], "--samples 0: use"),
+        (["verify", "--against", "transformers", "/no/such", "SRC"], "/no/such"),
         (["look"], "invalid choice: 'look'"),
     ],
 )
@@ -94,7 +92,7 @@ def test_plots(dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     pytest.importorskip("matplotlib")
     output = tmp_path / "plots"
     assert run("inspect", str(dataset), "--output", str(output)) == 0
-    names = ["layer_cosines.png", "lengths.png", "row_norms.png"]
+    names = ["layer_cosines.png", "lengths.png", "pca.png", "row_norms.png", "token_norms.png"]
     assert sorted(os.listdir(output)) == names
     printed = capsys.readouterr().out
     for name in names:
@@ -112,6 +110,10 @@ def test_without_matplotlib(
     assert "row norm" in printed and "plots               left out" in printed
     assert "pip install matplotlib" in printed
     assert not dataset.with_name(f"{dataset.name}-plots").exists()
+    with pytest.raises(SystemExit) as ended:
+        run("inspect", str(dataset), "--html", "report.html")
+    assert ended.value.code == 2
+    assert "--html: it needs matplotlib: pip install" in capsys.readouterr().err
 
 
 def test_plots_lie_next_to_the_dataset(
@@ -122,15 +124,15 @@ def test_plots_lie_next_to_the_dataset(
         monkeypatch.chdir(dataset)
         assert run("inspect", name) == 0
         plots = dataset.with_name(f"{dataset.name}-plots")
-        assert len(list(plots.iterdir())) == 3
+        assert len(list(plots.iterdir())) == 5
         shutil.rmtree(plots)
 
 
 @pytest.mark.parametrize("lengths", [[31], [3, 3, 4, 7], [1, 50], [1, 51], [5, 1000, 1001, 77]])
-def test_bars_of_lengths_stand_on_whole_numbers(lengths: list[int]) -> None:
+def test_bars_of_lengths_stand_on_whole_numbers(lengths: list[int], dataset: Path) -> None:
     pyplot = pytest.importorskip("matplotlib.pyplot")
     _, axes = pyplot.subplots()
-    _draw_lengths(axes, lengths)
+    draw_lengths(axes, lengths)
     bars = [bar for bar in axes.patches if bar.get_height()]
     assert sum(bar.get_height() for bar in axes.patches) == len(lengths)
     assert len(axes.patches) <= 50
@@ -139,8 +141,8 @@ def test_bars_of_lengths_stand_on_whole_numbers(lengths: list[int]) -> None:
         assert len(inside) == bar.get_height(), "no length lies on an edge"
     if len(axes.patches) == max(lengths) - min(lengths) + 1:
         assert {bar.get_x() + bar.get_width() / 2 for bar in bars} == set(lengths)
-    statistics = RowStatistics(1, torch.ones(2, 3), torch.eye(3))
-    for draw in (_draw_norms, _draw_cosines):
+    statistics = measure_rows(HiddenStatesDataset(dataset), 2)
+    for draw in (draw_norms, draw_cosines):
         _, axes = pyplot.subplots()
         draw(axes, statistics, ["0", "1", "2"])
         assert axes.get_xlabel() == "layer id" and axes.get_ylabel()

@@ -128,12 +128,16 @@ class HiddenStatesDataset(Dataset[HiddenStatesSample]):
             part = copy.copy(self)
             part._ids = self._ids[index] if isinstance(index, slice) else self._numbers(index)
             return part
-        number = self._number(operator.index(cast("Any", index)))
-        file, place = self._locate(number)
-        sample, dtype = file.sample(place, number), self._dtype
+        sample, dtype = self.stored(operator.index(cast("Any", index))), self._dtype
         if dtype == FP8 or (sample.scales is None and dtype in (None, sample.hidden_states.dtype)):
             return sample
         return sample.in_float(dtype)
+
+    def stored(self, index: int) -> HiddenStatesSample:
+        """Return a sample with the rows as they are stored, views of the file."""
+        number = self._number(index)
+        file, place = self._locate(number)
+        return file.sample(place, number)
 
     def _number(self, index: int) -> int:
         try:

@@ -1,64 +1,38 @@
-"""A summary of a dataset, and plots of its rows."""
+"""A summary of a dataset, and a table of its layers, as text."""
 
 from __future__ import annotations
 
-import itertools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import zip_longest
-from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from vllm.hidden_states.dataset import HiddenStatesDataset
 from vllm.hidden_states.manifest import sum_units
 from vllm.hidden_states.metadata import read_unit_records
+from vllm.hidden_states.row_statistics import LayerDifferences, RowStatistics
 from vllm.hidden_states.tensor_file import dtype_name
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
-_ROWS_OF_A_SAMPLE = 256
-_MOST_BARS = 50
-_MOST_NUMBERS = 12
-"""Largest number of layers for which the cosines are written into the plot."""
-
-
-class RowStatistics(NamedTuple):
-    """Statistics of the rows of some samples, evenly spaced over the dataset."""
-
-    num_samples: int
-    norms: torch.Tensor
-    """float32 [rows, layers], L2 norms of the rows"""
-    cosines: torch.Tensor
-    """float32 [layers, layers], means over the rows"""
-
-
-def measure_rows(dataset: HiddenStatesDataset, max_samples: int) -> RowStatistics:
-    """Measure the norms of rows and the cosines between layers, at evenly spaced rows."""
-    count = min(max_samples, len(dataset))
-    norms, cosines = [], []
-    for place in range(count):
-        sample = dataset[place * len(dataset) // count]
-        rows = sample.rows()
-        step = -(-len(rows) // _ROWS_OF_A_SAMPLE) or 1
-        part = rows[::step].float()  # [rows, layers, hidden]
-        norms.append(part.norm(dim=-1))
-        unit = torch.nn.functional.normalize(part, dim=-1)
-        cosines.append(unit @ unit.mT)
-    layers = len(dataset.layer_ids)
-    empty = torch.zeros(0, layers)
-    return RowStatistics(
-        count,
-        torch.cat(norms) if norms else empty,
-        torch.cat(cosines).mean(0) if norms else torch.zeros(layers, layers),
-    )
+_MOST_LISTED = 6
+"""Most dimensions of a layer that a table lists."""
+Table = list[list[str]]
+"""Rows of cells; the first has the titles."""
 
 
 def describe(dataset: HiddenStatesDataset) -> str:
     """Return the summary as lines of text."""
+    return "\n".join(f"{name:20}{value}".rstrip() for name, value in summarize(dataset))
+
+
+def summarize(dataset: HiddenStatesDataset) -> list[tuple[str, object]]:
+    """Return the summary as names and values."""
     lengths = torch.tensor([dataset.num_tokens(i) for i in range(len(dataset))])
-    entries = [("folder", dataset.path), *_settings_entries(dataset), ("samples", len(dataset))]
+    entries: list[tuple[str, object]] = [
+        ("folder", dataset.path),
+        *_settings_entries(dataset),
+        ("samples", len(dataset)),
+    ]
     if len(lengths):
         spread = f"{lengths.min()} to {lengths.max()}, median {lengths.median()}"
         num_rows = sum(dataset.num_rows(i) for i in range(len(dataset)))
@@ -72,7 +46,7 @@ def describe(dataset: HiddenStatesDataset) -> str:
         entries.append(("layer id", "mean row norm" + ("  mean error of fp8" if errors else "")))
         values = zip_longest(map("{:<15.6g}".format, totals.row_norms), errors, fillvalue="")
         entries += zip(map(str, dataset.layer_ids), map("".join, values), strict=False)
-    return "\n".join(f"{name:20}{value}".rstrip() for name, value in entries)
+    return entries
 
 
 def _settings_entries(dataset: HiddenStatesDataset) -> list[tuple[str, object]]:
@@ -105,60 +79,48 @@ def _settings_entries(dataset: HiddenStatesDataset) -> list[tuple[str, object]]:
     return entries
 
 
-def write_plots(dataset: HiddenStatesDataset, folder: str, max_samples: int = 64) -> list[str]:
-    """Write three PNG files in ``folder``; returns their paths. Raises ImportError if matplotlib is
-    missing."""
-    import matplotlib
+def layer_names(dataset: HiddenStatesDataset, statistics: RowStatistics) -> list[str]:
+    """Return the ids of the layers as text, or the numbers of the slots if files do not say."""
+    slots = range(statistics.norms.shape[1])
+    return [str(layer_id) for layer_id in dataset.layer_ids] or [f"slot {slot}" for slot in slots]
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
 
-    os.makedirs(folder, exist_ok=True)
-    statistics = measure_rows(dataset, max_samples)
-    labels = [str(layer_id) for layer_id in dataset.layer_ids] or [
-        f"slot {slot}" for slot in range(statistics.norms.shape[1])
+def layer_table(statistics: RowStatistics, names: Sequence[str]) -> Table:
+    """Norms, dead and huge dimensions of each layer."""
+    table = [["layer id", "norm 1 %", "median", "99 %", "dead dimensions", "huge dimensions"]]
+    levels = torch.tensor([0.01, 0.5, 0.99])
+    for slot, name in enumerate(names):
+        norms = statistics.norms[:, slot]
+        # torch.quantile takes at most 16 million values
+        places = (levels * (len(norms) - 1)).round().long()
+        spread = norms.sort().values[places].tolist() if len(norms) else [torch.nan] * 3
+        dead = [str(number) for number in statistics.dead[slot]]
+        huge = [f"{number} ({ratio:.0f}x)" for number, ratio in statistics.huge[slot]]
+        table.append([name, *(f"{norm:.4g}" for norm in spread), _listed(dead), _listed(huge)])
+    return table
+
+
+def difference_table(differences: LayerDifferences, names: Sequence[str]) -> Table:
+    """Differences between two datasets, by layers."""
+    columns = differences[1:]
+    values = zip(names, *(column.tolist() for column in columns), strict=True)
+    table = [["layer id", "largest difference", "mean", "largest of a row (relative)", "cosine"]]
+    return table + [
+        [name, f"{most:.3g}", f"{mean:.3g}", f"{relative:.3g}", f"{cosine:.6f}"]
+        for name, most, mean, relative, cosine in values
     ]
-    lengths = [dataset.num_tokens(i) for i in range(len(dataset))]
-    plots: dict[str, Callable[[Axes], None]] = {
-        "row_norms": lambda axes: _draw_norms(axes, statistics, labels),
-        "lengths": lambda axes: _draw_lengths(axes, lengths),
-        "layer_cosines": lambda axes: _draw_cosines(axes, statistics, labels),
-    }
-    paths = []
-    for name, draw in plots.items():
-        figure, axes = pyplot.subplots(figsize=(7, 5), layout="constrained")
-        draw(axes)
-        paths.append(os.path.join(folder, f"{name}.png"))
-        figure.savefig(paths[-1], dpi=120)
-        pyplot.close(figure)
-    return paths
 
 
-def _draw_norms(axes: Axes, statistics: RowStatistics, labels: Sequence[str]) -> None:
-    axes.boxplot(statistics.norms.numpy(), tick_labels=labels, whis=(1, 99), showfliers=False)
-    rows = f"{len(statistics.norms):,} rows of {statistics.num_samples} samples"
-    title = f"Row norms ({rows}; whiskers: 1 % and 99 %)"
-    axes.set(title=title, xlabel="layer id", ylabel="L2 norm", yscale="log")
+def format_table(table: Table) -> str:
+    """Return lines of text, in columns."""
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = (zip(row, widths, strict=True) for row in table)
+    return "\n".join("  ".join(f"{c:{width}}" for c, width in row).rstrip() for row in lines)
 
 
-def _draw_lengths(axes: Axes, lengths: Sequence[int]) -> None:
-    if lengths:  # bars around whole numbers
-        first, last = min(lengths), max(lengths)
-        width = -(-(last - first + 1) // _MOST_BARS)
-        edges = [first - 0.5 + width * bar for bar in range((last - first) // width + 2)]
-        axes.hist(lengths, bins=edges, edgecolor="white", linewidth=0.5)
-    axes.set(title=f"Lengths of {len(lengths):,} samples", xlabel="tokens", ylabel="samples")
-
-
-def _draw_cosines(axes: Axes, statistics: RowStatistics, labels: Sequence[str]) -> None:
-    image = axes.imshow(statistics.cosines.numpy(), vmin=-1, vmax=1, cmap="RdBu_r")
-    ticks = range(len(labels))
-    axes.set_xticks(ticks, labels)
-    axes.set_yticks(ticks, labels)
-    for row, column in itertools.product(ticks, ticks) if len(labels) <= _MOST_NUMBERS else ():
-        value = float(statistics.cosines[row, column])
-        color = "white" if abs(value) > 0.7 else "black"
-        axes.text(column, row, f"{value:.2f}", ha="center", va="center", color=color)
-    title = "Mean cosine between the rows of two layers"
-    axes.set(title=title, xlabel="layer id", ylabel="layer id")
-    axes.figure.colorbar(image, label="cosine")
+def _listed(items: Sequence[str]) -> str:
+    if not items:
+        return "none"
+    more = len(items) - _MOST_LISTED
+    text = ", ".join(items[:_MOST_LISTED])
+    return f"{len(items)}: {text}{f' and {more} more' if more > 0 else ''}"

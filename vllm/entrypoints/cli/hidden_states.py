@@ -6,9 +6,18 @@ import argparse
 import math
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
 
 from vllm.hidden_states.exporters import format_names
+
+if TYPE_CHECKING:
+    from vllm.hidden_states.dataset import HiddenStatesDataset
+    from vllm.hidden_states.inspection import Table
+    from vllm.hidden_states.plots import Draw
+    from vllm.hidden_states.row_statistics import RowStatistics
+    from vllm.transformers_utils.tokenizer import TokenizerLike
 
 _DTYPES = ("float32", "bfloat16", "float16", "fp8")
 
@@ -21,16 +30,37 @@ def build_hidden_states_parser() -> argparse.ArgumentParser:
 
     inspect = actions.add_parser("inspect", help="print a summary, and plot the rows")
     inspect.add_argument("directory", metavar="DIR")
-    inspect.add_argument("--output", metavar="PLOTS",
-        help="folder for the PNG files (default: DIR-plots, next to the dataset)")  # fmt: skip
+    inspect.add_argument("--png", "--output", metavar="PLOTS",
+        help="folder for plots (default without --html: DIR-plots, next to DIR)")  # fmt: skip
+    inspect.add_argument("--html", metavar="FILE", help="write a report with all plots in one file")
     inspect.add_argument("--no-plots", action="store_true", help="print only the summary")
+    inspect.add_argument("--against", metavar="DIR2",
+        help="also print and plot the differences from the rows of another dataset")  # fmt: skip
+    inspect.add_argument("--label", metavar="COLUMN",
+        help="column that colours the principal components")  # fmt: skip
+    inspect.add_argument("--tokenizer", metavar="MODEL",
+        help="tokenizer for the report's tokens (default: the dataset's model, if it is on this "
+        "machine; otherwise tokens are ids)")  # fmt: skip
     inspect.add_argument("--samples", type=int, default=64,
-        help="number of samples to plot, evenly spaced (default: %(default)s)")  # fmt: skip
+        help="number of samples to look at, drawn by --seed (default: %(default)s)")  # fmt: skip
+    inspect.add_argument("--seed", type=int, default=0, help="default: %(default)s")
     inspect.set_defaults(run=_inspect)
 
-    about = "Print a line for each problem; the exit status is 1 if there are any."
+    about = (
+        "Print a line for each problem; the exit status is 1 if there are any. With --against: "
+        "compute samples again with transformers instead, and print the worst errors; the exit "
+        "status is 1 if one is beyond its limit."
+    )
     verify = actions.add_parser("verify", help="check every checksum and shape", description=about)
     verify.add_argument("directory", metavar="DIR")
+    verify.add_argument("--against", nargs=2, metavar=("transformers", "MODEL"),
+        help="compare rows with those of this checkpoint in transformers")  # fmt: skip
+    verify.add_argument("--samples", type=int, default=16,
+        help="number of samples to compute again (default: %(default)s)")  # fmt: skip
+    verify.add_argument("--seed", type=int, default=0,
+        help="draws the samples (default: %(default)s)")  # fmt: skip
+    verify.add_argument("--revision", help="of MODEL on the hub")
+    verify.add_argument("--trust-remote-code", action="store_true", help="run code of MODEL")
     verify.set_defaults(run=_verify)
 
     about = "Run the command again to resume it."
@@ -68,25 +98,112 @@ def hidden_states(arguments: Sequence[str]) -> int:
 
 
 def _inspect(args: argparse.Namespace) -> int:
+    from vllm.hidden_states import inspection
     from vllm.hidden_states.dataset import HiddenStatesDataset
-    from vllm.hidden_states.inspection import describe, write_plots
+    from vllm.hidden_states.row_statistics import compare_rows, measure_rows
 
     if args.samples < 1:
         raise ValueError(f"--samples {args.samples}: use at least 1")
+    if args.no_plots and (args.png or args.html):
+        raise ValueError("--no-plots: not together with --png or --html")
     dataset = HiddenStatesDataset(args.directory, allow_incomplete=True)
-    print(describe(dataset))
+    print(inspection.describe(dataset))
+    labels = None if args.label is None else _labels(dataset, args.label)
+    statistics = measure_rows(dataset, args.samples, args.seed)
+    names = inspection.layer_names(dataset, statistics)
+    heading = f"Layers, {len(statistics.norms):,} rows of {statistics.num_samples} samples"
+    tables = {heading: inspection.layer_table(statistics, names)}
+    differences = None
+    if args.against is not None:
+        other = HiddenStatesDataset(args.against, allow_incomplete=True)
+        differences = compare_rows(dataset, other, args.samples, args.seed)
+        heading = f"Against {args.against}, {differences.num_rows:,} rows"
+        tables[heading] = inspection.difference_table(differences, names)
+    for heading, table in tables.items():
+        print(f"\n{heading}\n{inspection.format_table(table)}")
+    if statistics.num_not_finite:
+        print(f"{statistics.num_not_finite:,} rows are not finite; they are left out")
     if args.no_plots:
         return 0
-    folder = args.output or f"{os.path.abspath(args.directory)}-plots"
+    from vllm.hidden_states.plots import make_plots
+
+    lengths = [dataset.num_tokens(number) for number in range(len(dataset))]
+    of_points = [labels[number] for number in statistics.point_samples] if labels else []
+    plots = make_plots(statistics, names, lengths, of_points, differences)
     try:
-        for path in write_plots(dataset, folder, args.samples):
-            print(f"{'plot':20}{path}")
+        _write_plots(args, dataset, plots)
+        if args.html is not None:
+            _write_report(args, dataset, tables, plots, statistics, names)
     except ImportError as error:
+        for option in ("png", "html"):
+            if getattr(args, option) is not None:
+                raise ValueError(
+                    f"--{option}: it needs matplotlib: pip install matplotlib"
+                ) from error
         print(f"{'plots':20}left out; they need matplotlib: pip install matplotlib ({error})")
     return 0
 
 
+def _labels(dataset: HiddenStatesDataset, column: str) -> list[object]:
+    try:
+        return dataset[column]
+    except KeyError as error:
+        raise ValueError(f"--label {column}: {error.args[0]}") from None
+
+
+def _write_plots(
+    args: argparse.Namespace, dataset: HiddenStatesDataset, plots: Mapping[str, Draw]
+) -> None:
+    from vllm.hidden_states.plots import write_plots
+
+    folder = args.png or (None if args.html else f"{os.path.abspath(args.directory)}-plots")
+    for path in write_plots(plots, folder) if folder else ():
+        print(f"{'plot':20}{path}")
+
+
+def _write_report(
+    args: argparse.Namespace,
+    dataset: HiddenStatesDataset,
+    tables: Mapping[str, Table],
+    plots: Mapping[str, Draw],
+    statistics: RowStatistics,
+    names: Sequence[str],
+) -> None:
+    from vllm.hidden_states.html_report import write_report
+    from vllm.hidden_states.inspection import summarize
+
+    ids = [place for place, name in enumerate(names) if name != "norm"] or [0]
+    write_report(
+        *(args.html, summarize(dataset), tables, plots, statistics.tokens),
+        layer=(ids[-1], names[ids[-1]] if names else ""),
+        text_of=_token_texts(args.tokenizer, dataset),
+    )
+    print(f"{'report':20}{args.html}")
+
+
+def _token_texts(tokenizer: str | None, dataset: HiddenStatesDataset) -> Callable[[int], str]:
+    """Return a function that gives a token's text; its id if there is no tokenizer."""
+    from vllm.transformers_utils.tokenizer import get_tokenizer
+
+    name = tokenizer or (dataset.settings.model if dataset.settings is not None else "")
+    try:
+        found = get_tokenizer(name, local_files_only=tokenizer is None)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        if tokenizer is not None:
+            raise ValueError(f"--tokenizer {tokenizer}: {error}") from error
+        return lambda token_id: f"{token_id} "
+    return partial(_token_text, found)
+
+
+def _token_text(tokenizer: TokenizerLike, token_id: int) -> str:
+    return tokenizer.decode(
+        [token_id], skip_special_tokens=False, clean_up_tokenization_spaces=False
+    )
+
+
 def _verify(args: argparse.Namespace) -> int:
+    if args.against is not None:
+        return _verify_against(args)
     from vllm.hidden_states.verify import verify_dataset
 
     count = 0
@@ -95,6 +212,24 @@ def _verify(args: argparse.Namespace) -> int:
         count += 1
     print(f"{args.directory}: {count or 'no'} problem{'' if count == 1 else 's'}")
     return 1 if count else 0
+
+
+def _verify_against(args: argparse.Namespace) -> int:
+    from pathlib import Path
+
+    from vllm.entrypoints.extract.recompute import verify_against
+
+    reference, model = args.against
+    if reference != "transformers":
+        raise ValueError(f"--against {reference}: use --against transformers MODEL")
+    if args.samples < 1:
+        raise ValueError(f"--samples {args.samples}: use at least 1")
+    return verify_against(
+        *(Path(args.directory), args.samples, args.seed),
+        model=model,
+        revision=args.revision,
+        trust_remote_code=args.trust_remote_code,
+    )
 
 
 def _convert(args: argparse.Namespace) -> int:

@@ -1,7 +1,8 @@
-"""``--verify``: recompute samples of a finished dataset with transformers, and compare."""
+"""Recompute samples of a dataset with transformers, and compare."""
 
 from __future__ import annotations
 
+import json
 import math
 import random
 from abc import ABC, abstractmethod
@@ -13,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vllm.config import ModelConfig
+from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.extract.summary import print_table
 from vllm.hidden_states.dataset import HiddenStatesDataset
-from vllm.hidden_states.metadata import DatasetSettings
 from vllm.hidden_states.sample import HiddenStatesSample
 from vllm.hidden_states.tensor_file import dtype_name
 from vllm.utils.boundaries import NORM, LayerId
@@ -34,6 +35,64 @@ _STORAGE_LIMITS = {"float32": 0.0, "float16": 1e-3, "bfloat16": 4e-3, "fp8": 5e-
 """Error that storing a row may add."""
 
 
+def verify_against(
+    directory: Path,
+    count: int,
+    seed: int,
+    *,
+    model: str,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+) -> int:
+    """Compare samples with what ``model`` gives, a folder or hub id, as :func:`verify_samples`.
+
+    The dtype is the one in which the dataset was computed. ValueError: its rows cannot be those of
+    this model.
+    """
+    dataset = HiddenStatesDataset(directory)
+    settings = dataset.settings
+    while settings is not None and settings.origin is not None:
+        settings = settings.origin
+    stated = {} if settings is None else settings.options
+    hooks = () if dataset.settings is None else dataset.settings.request_options.get("hooks", ())
+    vllm_config = EngineArgs(
+        model=model,
+        revision=revision,
+        trust_remote_code=trust_remote_code,
+        dtype=json.loads(stated.get("model_dtype", '"auto"')).removeprefix("torch."),
+        hf_overrides=json.loads(stated.get("hf_overrides", "{}")),
+        skip_tokenizer_init=True,
+    ).create_engine_config()
+    config = vllm_config.model_config
+    # a dataset that was converted from a connector's files does not know it
+    is_known = settings is not None and "model_dtype" in stated
+    _check_model(dataset, config, settings.num_hidden_layers if settings and is_known else None)
+    points: dict[str, HookPoint] = {}
+    if hooks:
+        from vllm.model_report.hooks import hooks_of
+
+        of_model = hooks_of(vllm_config)
+        points = {name: of_model.find(name) for name in hooks}
+    return verify_samples(directory, count, seed, config, points)
+
+
+def _check_model(dataset: HiddenStatesDataset, config: ModelConfig, of_layers: int | None) -> None:
+    """of_layers: number of layers of the dataset's model, if it is known."""
+    if dataset.settings is None and not dataset.layer_ids:
+        raise ValueError(f"{dataset.path}: its files do not say which layers they have")
+    if dataset.settings is not None and dataset.settings.pooling == "mean":
+        raise ValueError(f"{dataset.path} has means of rows; only rows of tokens can be compared")
+    num_layers, width = config.get_total_num_hidden_layers(), config.get_row_size()
+    deepest = max((one for one in dataset.layer_ids if isinstance(one, int)), default=0)
+    fits = deepest <= num_layers if of_layers is None else of_layers == num_layers
+    if not fits or width != dataset.hidden_size:
+        layers = f"layer {deepest}" if of_layers is None else f"{of_layers} layers"
+        raise ValueError(
+            f"{config.model} has {num_layers} layers of width {width}, but the dataset is of "
+            f"{layers} of width {dataset.hidden_size}"
+        )
+
+
 def verify_samples(
     directory: Path,
     count: int,
@@ -47,8 +106,7 @@ def verify_samples(
     points: the points of the dataset's hooks, by the names of their columns.
     """
     dataset = HiddenStatesDataset(directory)
-    settings = DatasetSettings.read(str(directory))
-    columns = _columns_of(settings, points or {})
+    columns = _columns_of(dataset, points or {})
     exact = _Reference(model_config, columns, torch.float32)
     is_rounded = model_config.dtype != torch.float32
     rounded = _Reference(model_config, columns, model_config.dtype) if is_rounded else None
@@ -56,6 +114,10 @@ def verify_samples(
     chosen = sorted(random.Random(seed).sample(range(len(dataset)), min(count, len(dataset))))
     for index in chosen:
         sample = dataset[index]
+        if int(sample.token_ids.max()) >= model_config.get_vocab_size():
+            raise ValueError(
+                f"sample {index} has token ids that {model_config.model} does not know"
+            )
         expected = exact.of(sample.token_ids)
         again = {} if rounded is None else rounded.of(sample.token_ids)
         for column in exact.known:
@@ -175,11 +237,20 @@ class _Logprobs(_Column):
         return (logits[sample.positions] / self.temperature).log_softmax(-1)
 
 
-def _columns_of(settings: DatasetSettings, points: Mapping[str, HookPoint]) -> list[_Column]:
-    storage, options = _STORAGE_LIMITS[settings.dtype], settings.request_options
+def _columns_of(dataset: HiddenStatesDataset, points: Mapping[str, HookPoint]) -> list[_Column]:
+    settings = dataset.settings
+    if settings is not None:
+        dtype = settings.dtype
+    else:
+        first = dataset.stored(0)
+        dtype = "fp8" if first.scales is not None else dtype_name(first.hidden_states.dtype)
     columns: list[_Column] = [
-        _Layer(place, layer_id, storage) for place, layer_id in enumerate(settings.layer_ids)
+        _Layer(place, layer_id, _STORAGE_LIMITS[dtype])
+        for place, layer_id in enumerate(dataset.layer_ids)
     ]
+    if settings is None:
+        return columns
+    options = settings.request_options
     for name in options.get("hooks", ()):
         stored_as = dtype_name(settings.request_tensors[name].dtype)
         columns.append(_Activation(name, points.get(name), _STORAGE_LIMITS[stored_as]))
