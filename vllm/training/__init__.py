@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from vllm.training.activation_buffer import ActivationBuffer
     from vllm.training.extracting_dataset import ExtractingDataset
     from vllm.training.hidden_states_stream import HiddenStatesStream
+    from vllm.training.mooncake_store import MooncakeStore
     from vllm.training.stream_messages import StreamError
     from vllm.training.streamed_dataset import StreamedDataset
 
@@ -20,6 +21,7 @@ __all__ = [
     "ActivationBuffer",
     "ExtractingDataset",
     "HiddenStatesStream",
+    "MooncakeStore",
     "StreamError",
     "StreamedDataset",
 ]
@@ -27,6 +29,7 @@ _MODULES = {
     "ActivationBuffer": "activation_buffer",
     "ExtractingDataset": "extracting_dataset",
     "HiddenStatesStream": "hidden_states_stream",
+    "MooncakeStore": "mooncake_store",
     "StreamError": "stream_messages",
     "StreamedDataset": "streamed_dataset",
 }
