@@ -41,6 +41,8 @@ class FailureKind(enum.StrEnum):
     CONNECTOR_FAILED = "connector_failed"
     ENGINE_DEAD = "engine_dead"
     """The engine's process ended."""
+    STREAM_STALLED = "stream_stalled"
+    """The other end of a stream of samples did not go on in time."""
     JOB_FAILED = "job_failed"
     """A command ended before all of its work was done."""
     ABORTED = "aborted"

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
@@ -98,6 +98,11 @@ class Steering(NamedTuple):
     """Returns those for a pass over some positions of one request, by its index in the step."""
 
 
+@runtime_checkable
+class _HasSlots(Protocol):
+    slot_mapping: torch.Tensor
+
+
 @dataclass(frozen=True)
 class ForwardContext:
     """One step's metadata by layer name, and the sink of captured rows."""
@@ -114,6 +119,12 @@ class ForwardContext:
     rotary_positions: torch.Tensor | None = None
     """int64 [tokens], for a model with longrope: positions in its tables, in which the table for
     long sequences follows the one for short ones."""
+
+    @property
+    def slot_mapping(self) -> dict[str, torch.Tensor]:
+        """Slots of the step's tokens in the cache of each layer that keeps tokens, int64."""
+        metadata = self.attn_metadata.items()
+        return {name: one.slot_mapping for name, one in metadata if isinstance(one, _HasSlots)}
 
 
 class _Local(threading.local):

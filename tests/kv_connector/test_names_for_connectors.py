@@ -122,7 +122,9 @@ NAMES = {
     "vllm.model_executor.layers.logits_processor": "LogitsProcessor",
     "vllm.model_executor.layers.vocab_parallel_embedding": "VocabParallelEmbedding ParallelLMHead",
     "vllm.model_executor.models": "ModelRegistry",
-    "vllm.model_executor.models.extract_hidden_states": "CacheOnlyAttentionLayer basic_cache",
+    "vllm.model_executor.models.extract_hidden_states": (
+        "CacheOnlyAttentionLayer CacheOnlyAttentionMetadata basic_cache"
+    ),
     "vllm.model_executor.models.interfaces": "EagleModelMixin SupportsEagle3",
     "vllm.model_executor.models.llama": "LlamaForCausalLM",
     "vllm.model_executor.models.utils": (

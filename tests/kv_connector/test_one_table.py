@@ -54,8 +54,8 @@ def test_rows_beside_attention_are_those_of_a_group_of_their_own(
         core = core_of(llm)
         (group,) = core.kv_cache_config.kv_cache_groups
         assert group.kv_cache_spec.block_size == (block_size or 16)
-        assert group.layer_names[-1] == "extract_hidden_states"
-        rows = core.kv_cache_config.spec_of("extract_hidden_states")
+        assert group.layer_names[-1].startswith("cache_only_layers.")
+        rows = core.kv_cache_config.spec_of(group.layer_names[-1])
         assert isinstance(rows, HiddenStateCacheSpec)
         same(ask(llm, PROMPTS, 40), expected)
         assert core.scheduler.stats().num_preemptions

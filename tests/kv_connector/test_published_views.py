@@ -17,7 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connecto
 )
 
 Checkpoint = Callable[..., Path]
-ROWS_LAYER = "extract_hidden_states"
+ROWS_LAYER = "cache_only_layers.18"
 
 
 class GatheringConnector(Base, SupportsHMA):

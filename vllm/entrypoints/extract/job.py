@@ -41,6 +41,7 @@ from vllm.entrypoints.extract.worker import (
     Repair,
     WorkerJob,
     run_worker,
+    samples_to_publish,
 )
 from vllm.hidden_states import metadata as records
 from vllm.hidden_states.manifest import (
@@ -56,6 +57,7 @@ from vllm.hidden_states.metadata import DatasetSettings, SkippedRecord, UnitReco
 from vllm.hidden_states.units import find_repair
 from vllm.hidden_states.verify import unit_problems, verify_unit
 from vllm.logger import init_logger
+from vllm.training.hidden_states_stream import HiddenStatesStream
 from vllm.utils.disk import free_bytes
 from vllm.utils.mem_utils import format_bytes
 from vllm.utils.progress import progress_bar
@@ -87,6 +89,9 @@ def run_job(
     Raises ValueError if options, input or model are wrong, or the folder holds another dataset;
     OSError or FailureError if the job ended early, which the same command continues.
     """
+    if options.stream is not None:
+        publish_samples(Resolved(options, engine_args), options.stream, load_engine)
+        return 0
     assert options.output is not None, "checked by ExtractOptions"
     directory = Path(options.output).expanduser()
     if options.merge:
@@ -198,25 +203,10 @@ class _Job:
     def _extract(
         self, settings: DatasetSettings, plan: Plan, todo: list[int], repairs: dict[int, Repair]
     ) -> Lines:
-        engine_args = dataclasses.replace(
-            self.resolved.engine_args,
-            max_model_len=plan.totals.longest,
-            skip_tokenizer_init=not self.options.generate,  # it gets token ids
-        )
-        job = WorkerJob(
-            self.directory,
-            settings,
-            engine_args,
-            self.load_engine,
-            self.options.on_error,
-            self.options.mixed_kernels,
-            repairs,
-            sampling_of(self.options.sampling) if self.options.generate else None,
-            engine_args.seed,
-        )
+        job = _worker_job(self.directory, settings, self.resolved, plan, self.load_engine, repairs)
         num_tokens = sum(plan.num_tokens(job.samples_of(plan, unit)) for unit in todo)
         num_samples = sum(len(job.samples_of(plan, unit)) for unit in todo)
-        bar = ProgressBar(num_tokens, num_samples, engine_args.data_parallel_size)
+        bar = ProgressBar(num_tokens, num_samples, job.engine_args.data_parallel_size)
         records.remove_temporary_files(str(self.directory), todo)  # left by a killed run
         try:
             self._run_workers(job, todo, bar)
@@ -248,6 +238,60 @@ class _Job:
         table = totals_lines(settings, sum_units(mine), reasons, None)
         print_table(f"Rank {rank} of {size}", [*table, *lines])
         print(f"When all ranks are done: vllm extract --merge --output {self.directory}")
+
+
+def _worker_job(
+    directory: Path,
+    settings: DatasetSettings,
+    resolved: Resolved,
+    plan: Plan,
+    load_engine: LoadEngine,
+    repairs: dict[int, Repair],
+) -> WorkerJob:
+    options = resolved.options
+    engine_args = dataclasses.replace(
+        resolved.engine_args,
+        max_model_len=plan.totals.longest,
+        skip_tokenizer_init=not options.generate,  # it gets token ids
+    )
+    return WorkerJob(
+        directory,
+        settings,
+        engine_args,
+        load_engine,
+        options.on_error,
+        options.mixed_kernels,
+        repairs,
+        sampling_of(options.sampling) if options.generate else None,
+        engine_args.seed,
+    )
+
+
+def publish_samples(resolved: Resolved, path: str, load_engine: LoadEngine) -> None:
+    """Publish the samples to the reader of a stream instead of storing them.
+
+    Raises ValueError if options, input or model are wrong; FailureError if the job ended early,
+    for example because the reader stopped reading.
+    """
+    resolved.check_model()
+    if resolved.engine_args.data_parallel_size > 1:
+        raise ValueError("data_parallel_size: has to be 1 with stream, which one engine publishes")
+    options = resolved.options
+    with (
+        tempfile.TemporaryDirectory() as scratch,
+        HiddenStatesStream(path, timeout=options.stream_timeout) as stream,
+    ):
+        folder = Path(scratch)
+        with _sources(options, folder) as sources:
+            digest = input_digest(sources)
+            settings = resolved.settings(digest)
+            plan = _open_plan(folder, folder, sources, resolved, settings, digest)
+        settings = plan.complete(settings)
+        print_table("Plan", plan_lines(plan.totals, len(plan.units)))
+        job = _worker_job(folder, settings, resolved, plan, load_engine, {})
+        with load_engine(job.engine_args) as engine:
+            count = stream.publish(samples_to_publish(engine, job, plan))
+    print(f"{path}: the reader took {count} samples")
 
 
 def _stored_samples(record: UnitRecord) -> list[int]:

@@ -28,6 +28,12 @@ _CHECKS = Group("Checks", "Checks before and after the work.")
 _OF_LOGPROBS = {"logprob_temperature": 1.0, "logprob_dtype": "float32"}
 """Options that mean nothing without top_logprobs, and their defaults."""
 
+_OF_DATASETS = (
+    *("output", "format", "append", "merge", "dry_run", "verify", "id_column"),
+    *("rank", "world_size", "distributed", "mixed_kernels", "resume_check", "shard_size_gib"),
+)
+"""Options that belong to a stored dataset."""
+
 
 @config(frozen=True)
 class ExtractOptions:
@@ -119,6 +125,11 @@ class ExtractOptions:
     layer."""
     output: str | None = None
     """Folder of the dataset. A folder that an interrupted command left is continued."""
+    stream: str | None = None
+    """Path of a Unix socket: publish the samples there to a trainer that reads them with
+    StreamedDataset(PATH), instead of storing them."""
+    stream_timeout: Annotated[float, ABOVE_0, FINITE] = 600.0
+    """Seconds to wait for the reader of the stream."""
     append: bool = False
     """Add the records of the input to a finished dataset, as new units after the others. The input
     has only the new records; all other settings have to be the same."""
@@ -169,7 +180,10 @@ class ExtractOptions:
     """Number of samples, drawn by seed, to compute again with transformers and compare."""
 
     def __post_init__(self) -> None:
-        self._require("output", self.output, "name the folder of the dataset")
+        if self.stream is None:
+            self._require("output", self.output, "name the folder of the dataset")
+        else:
+            self._check_stream()
         self._require("rank", self.rank < self.world_size, f"world_size is {self.world_size}")
         if self.merge:
             return
@@ -219,6 +233,13 @@ class ExtractOptions:
             is_read = f"rows of format={self.format!r} are not read back"
             self._require("append", not self.append, is_read)
             self._require("verify", not self.verify, is_read)
+
+    def _check_stream(self) -> None:
+        """Raise ValueError for options of a stored dataset."""
+        for name in _OF_DATASETS:
+            default = ExtractOptions.__dataclass_fields__[name].default
+            is_unset = getattr(self, name) == default
+            refuse_unless(is_unset, self, name, "with stream nothing is stored")
 
     def _check_parts(self) -> None:
         """Raise ValueError for options that do not go with parts of records, or need them."""

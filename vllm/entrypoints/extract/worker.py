@@ -266,15 +266,37 @@ class _UnitWriting:
                 failure = error.failure
         kind = _SKIPPED_AS.get(failure.kind)
         if kind is None or self._job.on_error == "fail" or writer.repaired is not None:
-            is_choice = kind is not None and writer.repaired is None
-            advice = "; use --on-error skip to continue without it" if is_choice else ""
-            message = f"sample {planned.sample} (record {planned.record}): {failure}{advice}"
-            raise FailureError(Failure(FailureKind.JOB_FAILED, message))
+            raise _ended(planned, failure, kind is not None and writer.repaired is None)
         writer.skip(planned.sample, planned.record, f"{kind}: {failure}")
 
     def close(self) -> None:
         if self._writer is not None:
             self._writer.abort()
+
+
+def samples_to_publish(engine: LLM, job: WorkerJob, plan: Plan) -> Iterator[Result]:
+    """Yield every sample of a job with its record and columns.
+
+    Raises FailureError if a sample failed and the job must not skip it.
+    """
+    for item in _results(engine, job, plan, iter(range(job.settings.num_units))):
+        planned, result = item.planned, item.result
+        if isinstance(result, FailedSample):
+            is_skipped = result.failure.kind in _SKIPPED_AS
+            if not is_skipped or job.on_error == "fail":
+                raise _ended(planned, result.failure, is_skipped)
+            yield dataclasses.replace(result, index=planned.sample)
+            continue
+        columns = planned.columns if job.sampling is None else with_answer(planned.columns, result)
+        yield dataclasses.replace(
+            result, index=planned.sample, record=planned.record, columns=columns
+        )
+
+
+def _ended(planned: PlannedSample, failure: Failure, may_skip: bool) -> FailureError:
+    advice = "; use --on-error skip to continue without it" if may_skip else ""
+    message = f"sample {planned.sample} (record {planned.record}): {failure}{advice}"
+    return FailureError(Failure(FailureKind.JOB_FAILED, message))
 
 
 def why_ended(error: BaseException) -> Failure:

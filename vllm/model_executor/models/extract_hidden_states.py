@@ -8,6 +8,7 @@ import torch
 
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase, register_layer
 from vllm.model_executor.layers.layer import Layer
+from vllm.v1.attention.backend import CacheOnlyAttentionMetadata as CacheOnlyAttentionMetadata
 from vllm.v1.kv_cache_interface import PAGE_TOKENS, HiddenStateCacheSpec
 from vllm.v1.rows.fields.layout import Field
 

@@ -25,6 +25,11 @@ class AttentionMetadata:
 
 
 @dataclass(frozen=True)
+class CacheOnlyAttentionMetadata(AttentionMetadata):
+    """Metadata of a group with rows of hidden states."""
+
+
+@dataclass(frozen=True)
 class RecurrentMetadata:
     """Metadata of the layers of one recurrent group for one step."""
 

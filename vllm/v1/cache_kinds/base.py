@@ -24,7 +24,7 @@ import torch
 
 from vllm.platforms.interface import PAGE_TOKENS as PAGE_TOKENS
 from vllm.utils import cdiv
-from vllm.v1.attention.backend import AttentionMetadata
+from vllm.v1.attention.backend import AttentionMetadata, CacheOnlyAttentionMetadata
 from vllm.v1.core.single_type_kv_cache_manager import TokenBlockManager
 
 if TYPE_CHECKING:
@@ -172,7 +172,8 @@ class KVCacheSpec:
     def make_metadata(self, inputs: StepInputs, group_id: int) -> Any:
         """Make the metadata that the group's layers read in a forward pass."""
         table, slots = inputs.block_table(group_id), inputs.slots(group_id)
-        return AttentionMetadata(inputs.layout, table, slots)
+        kind = CacheOnlyAttentionMetadata if self.holds_rows else AttentionMetadata
+        return kind(inputs.layout, table, slots)
 
     def describe(self, num_layers: int, used_bytes: int) -> str:
         """Describe the content of the group's blocks for the log. used_bytes: those of a block, or

@@ -20,7 +20,10 @@ from vllm.v1.rows.fields.layout import Field, RowLayout
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-LAYER_NAME = "extract_hidden_states"
+
+def layer_name_of(vllm_config: VllmConfig) -> str:
+    """Return the name of the rows' layer; its number follows those of the model's layers."""
+    return f"cache_only_layers.{vllm_config.model_config.get_total_num_hidden_layers()}"
 
 
 def max_resident_tokens(vllm_config: VllmConfig) -> int | None:
@@ -43,7 +46,7 @@ def make_cache_layer(
     return CacheOnlyAttentionLayer(
         num_heads=len(speculative.hidden_state_layer_ids),
         head_size=vllm_config.model_config.get_row_size(),
-        prefix=LAYER_NAME,
+        prefix=layer_name_of(vllm_config),
         max_resident_tokens=max_resident_tokens(vllm_config),
         fields=fields,
     )
@@ -76,8 +79,8 @@ class ExtractHiddenStatesProposer:
         dtype = vllm_config.model_config.dtype
         self._hidden = HiddenStates(self.layer_ids, self.hidden_size, dtype, dtype)
         self._layout = RowLayout(self._hidden.cells, fields)
-        self.layer_name = LAYER_NAME
-        self.attn_layer_names = [LAYER_NAME]
+        self.layer_name = layer_name_of(vllm_config)
+        self.attn_layer_names = [self.layer_name]
         self.kv_cache_gid = -1
         self.rows_per_block = 0
         self._row_cache: torch.Tensor | None = None

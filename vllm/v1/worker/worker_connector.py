@@ -18,7 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.kv_transfer.kv_transfer_state import announce, in_pass, retract
 from vllm.exceptions import FailureError
-from vllm.forward_context import ForwardContext
+from vllm.forward_context import ForwardContext, set_forward_context
 from vllm.logger import init_logger
 from vllm.v1.attention.backend import backend_of
 from vllm.v1.cache_kinds.base import KVCacheConfig
@@ -156,7 +156,7 @@ class WorkerConnector:
             self._save(name, self._context)
 
     def _save(self, name: str, context: ForwardContext) -> None:
-        with self._limit("save_kv_layer"):
+        with self._limit("save_kv_layer"), set_forward_context(context):
             self.connector.save_kv_layer(name, self._views[name], context.attn_metadata[name])
 
     @contextmanager
