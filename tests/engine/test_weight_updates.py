@@ -122,6 +122,17 @@ def test_what_does_not_fit_changes_nothing(
         for bad, message in (
             ({**weights, name: weights[name][:, :-1]}, rf"weight '{name}' has the shape \(72, "),
             ({name: "text"}, "is not the name of a tensor"),
+            (
+                {**weights, name: weights[name].double()},
+                rf"'{name}' is of torch.float64, .* of float32",
+            ),
+            ({**weights, name: weights[name].long()}, "is of torch.int64"),
+            ({**weights, name: weights[name].to("meta")}, "on meta: use a dense tensor"),
+            ({**weights, name: weights[name].to_sparse()}, "torch.sparse_coo on cpu"),
+            ([*weights.items(), (name, weights[name])], f"weights: '{name}' comes twice"),
+            ([(name, weights[name], 1)], "weights: a tuple is not the pair of a name and a tensor"),
+            (weights[name], "weights: a Tensor cannot be used; give a folder, or tensors by name"),
+            (None, "weights: a NoneType cannot be used"),
             (small, r"has the shape .*; the model's is"),
             ("/there/is/none", "/there/is/none"),
         ):
@@ -145,6 +156,12 @@ def test_after_a_failure_in_the_middle_requests_are_refused(
             llm.generate(PROMPTS, greedy(1), use_tqdm=False)
         llm.update_weights(folder)
         assert is_same(answer(llm), before)
+        with pytest.raises(ValueError, match="nonsense"):
+            llm.update_weights({"model.layers.0.nonsense.weight": torch.ones(2)})
+        with llm.weight_update() as load:  # tensors one after another are a whole checkpoint, too
+            for name, tensor in weights.items():
+                load({name: tensor})
+        assert not is_same(answer(llm), before)
         part = tmp_path / "part"
         part.mkdir()
         half = dict(list(weights.items())[::2])

@@ -140,6 +140,7 @@ def test_config_file_and_the_command_line_wins(tmp_path: Path) -> None:
 def test_bad_config_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "serve.yaml"
     assert "cannot be read" in failure(capsys, "m", "--config", str(file))
+    assert "has more than 1,048,576 characters" in failure(capsys, "m", "--config", "/dev/zero")
     for content, message in (
         ("prot: 5", "there is no flag 'prot' (did you mean '--port'?)"),
         ("- port", "not a mapping"),

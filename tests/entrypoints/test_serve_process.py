@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from tests.entrypoints.serve_process import WAIT_SECONDS, ServeProcess, command, serve
 from vllm.entrypoints.cli.main import main
 from vllm.entrypoints.openai.cli_args import ServerSettings
-from vllm.entrypoints.openai.server import bind
+from vllm.entrypoints.openai.server import bind, check_certificates
 from vllm.version import PRODUCT, VERSION
 
 PROMPT = [5, 6, 7, 8, 9, 10, 11]
@@ -215,6 +215,8 @@ def test_addresses(tmp_path: Path) -> None:
                 bind(ServerSettings(host=host, port=port))
     with pytest.raises(ValueError, match=r"host='no.such.host.invalid', port=0"):
         bind(ServerSettings(host="no.such.host.invalid", port=0))
+    with pytest.raises(ValueError, match="is not a name; name an address"):
+        bind(ServerSettings(host="\udcff", port=0))
     bound = bind(ServerSettings(port=0, root_path="/proxy"))
     assert bound.url == f"http://localhost:{bound.socket.getsockname()[1]}/proxy"
     bound.close()
@@ -285,3 +287,12 @@ def test_broken_clients_and_no_orphan(tiny_llama: Path, folder: Path) -> None:
         core = server.core()
         server.signal(signal.SIGKILL)
         core.wait(10)
+
+
+def test_files_that_are_no_certificates(tmp_path: Path) -> None:
+    """They are noticed before the model loads."""
+    (tmp_path / "text").write_text("no certificate")
+    settings = ServerSettings(ssl_certfile=str(tmp_path / "text"))
+    with pytest.raises(ValueError, match=r"ssl_certfile='.*text', .*use PEM files"):
+        check_certificates(settings)
+    check_certificates(ServerSettings())

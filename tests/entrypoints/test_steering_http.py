@@ -237,6 +237,7 @@ def test_a_request_keeps_the_vectors_of_its_name(server: LiveServer, reference: 
         ({"vectors": {"data": "", "shape": [-1]}, "layers": 1}, 400, "vectors.shape.0"),
         ({"vectors": as_json(DRAWN[0]), "layers": 1, "x": 1}, 400, "body.steering.x"),
         ([["calm"]], 400, "an object, or a name of vectors"),
+        ("", 404, "of the name ''"),
         (7, 400, "an object, a name of vectors, or a list of them"),
         (["calm"] * 1025, 400, "at most 1024 items"),
     ],
@@ -268,6 +269,16 @@ def test_uploads_that_cannot_be_used(server: LiveServer) -> None:
     assert status == 400 and "also in vllm_xargs" in str(error)
 
 
+def test_names_are_checked_in_an_empty_store(tiny_llama: Path, tmp_path: Path) -> None:
+    body = {"vectors": as_json(DRAWN[0]), "layers": 1}
+    settings = ServerSettings(enable_steering_uploads=True)
+    with live_server(tiny_llama, tmp_path, layers=None, settings=settings) as empty:
+        for name in ("../x", "a/b", "", "a" * 129, "a\n"):
+            status, error = ask(empty, "POST", NAMED, name=name, **body)
+            assert status == 400 and "at most 128 letters" in str(error)
+        assert ask(empty, "GET", NAMED) == (200, {"object": "list", "data": []})
+
+
 def test_uploads_are_off_by_default(tiny_llama: Path, tmp_path: Path) -> None:
     body = {"name": "u", "vectors": as_json(DRAWN[0]), "layers": 1}
     with live_server(tiny_llama, tmp_path, layers=None) as plain:
@@ -290,6 +301,14 @@ def test_files_of_the_command_line(item: str, message: str, server: LiveServer) 
 
     with pytest.raises(ValueError, match=message):
         SteeringStore(ServerSettings(steering_vectors=[item]), server.state.engine)
+
+
+def test_names_of_the_command_line_that_come_twice(server: LiveServer) -> None:
+    from vllm.entrypoints.openai.steering_store import SteeringStore
+
+    (item,) = server.state.settings.steering_vectors
+    with pytest.raises(ValueError, match="the name 'calm' comes twice"):
+        SteeringStore(ServerSettings(steering_vectors=[item, item]), server.state.engine)
 
 
 def of_lens(tensor: dict[str, Any]) -> torch.Tensor:

@@ -161,6 +161,8 @@ def test_without_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_what_is_not_there_or_not_known(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="nowhere: there is no such file or folder"):
         find_sources([str(tmp_path / "nowhere")], "auto")
+    with pytest.raises(ValueError, match="--input '': name a file or a folder"):
+        find_sources([""], "auto")
     (tmp_path / "a.csv").touch()
     with pytest.raises(ValueError, match="use --input-format with one of jsonl"):
         find_sources([str(tmp_path / "a.csv")], "auto")

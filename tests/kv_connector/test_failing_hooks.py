@@ -18,6 +18,7 @@ from tests.kv_connector.failing_connector import (
     OF_A_REQUEST,
     OF_A_STEP,
     PROMPTS,
+    FailingConnector,
     Fault,
     faults,
 )
@@ -147,6 +148,55 @@ def test_a_worker_side_that_does_not_report(hook: str, kind: str, checkpoint: Ch
     expected, found = run(checkpoint("llama"), fault)
     check_failed(found[0], fault)
     assert found[1:] == expected[1:]
+
+
+@pytest.mark.parametrize(
+    ("role", "hook", "answer"),
+    [
+        ("SCHEDULER", "get_num_new_matched_tokens", ("7", False)),
+        ("SCHEDULER", "get_num_new_matched_tokens", (5.5, False)),
+        ("SCHEDULER", "get_num_new_matched_tokens", "ab"),
+        ("SCHEDULER", "request_finished", "ab"),
+        ("SCHEDULER", "request_finished", (False, [1])),
+        ("WORKER", "get_finished", "ab"),
+        ("WORKER", "get_finished", ("a", "b")),
+        ("WORKER", "get_finished", ({3}, None)),
+        ("WORKER", "get_block_ids_with_load_errors", [1]),
+        ("WORKER", "get_block_ids_with_load_errors", {"a"}),
+        ("WORKER", "take_failures", {"a": "text"}),
+        ("WORKER", "take_completed_params", {"a": 1}),
+        ("WORKER", "save_stats", 5),
+    ],
+)
+def test_answers_of_a_wrong_type(
+    role: str, hook: str, answer: Any, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are failures of the hook, once, and the engine goes on."""
+    own, answers = getattr(FailingConnector, hook), [answer]
+
+    def call(self: Any, *args: Any) -> Any:
+        right = own(self, *args)
+        return answers.pop() if self.role.name == role and answers else right
+
+    config = failing()
+    with engine(checkpoint("llama"), block_size=16, kv_transfer_config=config) as llm:
+        expected = results(llm)
+        llm.reset_prefix_cache()
+        monkeypatch.setattr(FailingConnector, hook, call)
+        found = results(llm)
+        assert not answers
+        monkeypatch.undo()
+        llm.reset_prefix_cache()
+        assert results(llm) == expected
+    failed = [one for one in found if isinstance(one, Failure)]
+    assert bool(failed) == (hook != "get_num_new_matched_tokens")
+    for one, right in zip(found, expected, strict=True):
+        assert one == right or one in failed
+    for one in failed:
+        assert one.kind is FailureKind.CONNECTOR_FAILED
+        assert f"the connector failed in {hook}: TypeError: the answer" in one.message or (
+            "kv_transfer_params=[1] has to be a dict" in one.message
+        )
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -76,7 +76,20 @@ def test_a_custom_path_inside_the_storage(
 
 
 @pytest.mark.parametrize(
-    "path", ["../x", "/etc/x", "a/../../x", "link/x", "", ".", "a/", "x.lock", "\ud800", 5]
+    "path",
+    [
+        "../x",
+        "/etc/x",
+        "a/../../x",
+        "link/x",
+        "",
+        ".",
+        "a/",
+        "x.lock",
+        "\ud800",
+        5,
+        "a/" * 2048 + "x",
+    ],
 )
 def test_a_custom_path_that_is_refused(
     make_harness: MakeHarness, storage: Path, tmp_path: Path, path: Any
@@ -85,6 +98,42 @@ def test_a_custom_path_that_is_refused(
     (storage / "link").symlink_to(tmp_path)
     with pytest.raises(ValueError, match="hidden_states_path="):
         harness.add("r", 3, {"hidden_states_path": path})
+
+
+@pytest.mark.parametrize("name", ["pipe", "link", "dangling"])
+def test_what_is_not_a_regular_file_is_not_replaced(
+    make_harness: MakeHarness, tmp_path: Path, name: str
+) -> None:
+    """It may be a device, also where requests may name any path."""
+    harness = make_harness(options={"allow_custom_save_path": True})
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to(tmp_path / "pipe")
+    (tmp_path / "dangling").symlink_to(tmp_path / "none")
+    with pytest.raises(ValueError, match="a link, a device or a pipe"):
+        harness.add("r", 3, {"hidden_states_path": str(tmp_path / name)})
+
+
+def test_a_path_of_many_folders_fails_alone(
+    make_harness: MakeHarness, storage: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other one, whose name has a line break, is written."""
+
+    def make(path: str, **options: Any) -> None:
+        raise RecursionError
+
+    harness = make_harness(options={"allow_custom_save_path": "inside"})
+    harness.add("deep", 3, {"hidden_states_path": "deep/" * 3 + "x"})
+    harness.add("line", 3, {"hidden_states_path": "a\nb"})
+    made = os.makedirs
+    monkeypatch.setattr(
+        os, "makedirs", lambda path, **more: (make if "deep" in path else made)(path, **more)
+    )
+    harness.step({"deep": 3, "line": 3})
+    for name in ("deep", "line"):
+        harness.finish(name)
+        harness.idle_until_done(name)
+    assert list(harness.failures) == ["deep"] and "fewer of them" in harness.failures["deep"]
+    assert torch.equal(load_file(storage / "a\nb")["hidden_states"], harness.rows("line", 3))
 
 
 @pytest.mark.parametrize("name", ["a" * 250, "\u6f22" * 83, "\u6f22" * 84])

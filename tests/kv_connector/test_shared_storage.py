@@ -139,6 +139,32 @@ def test_damaged_and_lost_files(
     assert outputs[-1].outputs[0].finish_reason == "length"
 
 
+def test_a_missing_block_hides_damaged_ones_for_one_ask(
+    checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    """A hit ends before a missing block. When that is stored again, the damaged blocks behind it
+    are found, all at once: they fail one ask, and no later one."""
+    arguments = only(storing(tmp_path), kv_load_failure_policy="fail")
+    with engine(checkpoint("llama"), **arguments) as llm:
+        expected = llm.generate(PROMPTS[:1], greedy(4), use_tqdm=False)
+        connector = core_of(llm).scheduler.connector
+        folder = connector._blocks.folder
+        paths = sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime_ns)
+        paths[2].unlink()
+        for path in paths[5:9]:
+            content = path.read_bytes()
+            path.unlink()
+            path.write_bytes(content[:-1])
+        failures = []
+        for _ in range(4):
+            llm.reset_prefix_cache()
+            (output,) = llm.generate(PROMPTS[:1], greedy(4), use_tqdm=False)
+            failures.append(output.outputs[0].failure is not None)
+            if not failures[-1]:
+                assert output.outputs[0].token_ids == expected[0].outputs[0].token_ids
+        assert failures == [False, True, False, False]
+
+
 def test_what_was_found_once_is_not_remembered(checkpoint: Checkpoint, tmp_path: Path) -> None:
     with engine(checkpoint("llama"), **only(storing(tmp_path))) as llm:
         index = core_of(llm).scheduler.connector._index

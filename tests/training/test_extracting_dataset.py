@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import threading
@@ -181,6 +182,52 @@ def test_failures(arguments: AsyncEngineArgs) -> None:
         assert dataset.num_skipped == 1
         dataset.load_state_dict({**dataset.state_dict(), "epoch": 0, "num_read": 2})
         assert indices(dataset) == [2]
+
+
+class Ending(list[Any]):
+    """Prompts, one of which cannot be read."""
+
+    def __init__(self, prompts: list[Any], error: BaseException) -> None:
+        super().__init__(prompts)
+        self.error: BaseException | None = error
+
+    def __getitem__(self, index: Any) -> Any:
+        if index == 2 and self.error is not None:
+            raise self.error
+        return super().__getitem__(index)
+
+
+def test_prompts_and_transforms_that_raise(arguments: AsyncEngineArgs) -> None:
+    """The trainer gets the error, nothing runs any more, and the next iteration is whole."""
+    prompts = Ending(PROMPTS, KeyError("no such prompt"))
+    with ExtractingDataset(arguments, prompts, LAYERS) as dataset:
+        with pytest.raises(KeyError, match="no such prompt"):
+            list(dataset)
+        for error in (SystemExit(1), GeneratorExit(), StopIteration()):
+            prompts.error = error
+            with pytest.raises(RuntimeError, match=rf"prompts\[2\] raised {type(error).__name__}"):
+                list(dataset)
+        prompts.error = None
+
+        def fail(sample: HiddenStatesSample) -> None:
+            raise OSError("cannot be transformed")
+
+        dataset._transform = fail
+        with pytest.raises(OSError, match="cannot be transformed") as kept:
+            next(iter(dataset))
+        engine, dataset._transform = dataset._engine, None
+        assert engine is not None and kept.value.__traceback__ is not None
+        tasks = asyncio.run_coroutine_threadsafe(_names_of_tasks(), engine._loop).result()
+        assert not [name for name in tasks if "_fill" in name]
+        first, second = iter(dataset), iter(dataset)
+        assert next(first).index == 0
+        with pytest.raises(RuntimeError, match="another iteration is under way"):
+            next(second)
+        assert len(list(first)) == len(PROMPTS) - 1
+
+
+async def _names_of_tasks() -> list[str]:
+    return [repr(task.get_coro()) for task in asyncio.all_tasks()]
 
 
 def test_the_end_of_the_engine_is_an_error(arguments: AsyncEngineArgs) -> None:

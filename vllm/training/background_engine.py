@@ -13,7 +13,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
@@ -111,7 +111,7 @@ class BackgroundEngine:
         source: Callable[[], AsyncGenerator[Item, None]],
         most_bytes: int,
         on_wait: Callable[[float], None],
-    ) -> Iterator[Item]:
+    ) -> Generator[Item, None, None]:
         """Yield what ``source`` yields on the loop, which runs ahead by ``most_bytes``.
 
         on_wait: gets the seconds that each item after the first was waited for. Leaving the

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, closing
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -178,6 +178,8 @@ class ExtractingDataset(IterableDataset[Any]):
         return self._iterate()
 
     def _iterate(self) -> Iterator[Any]:
+        if self._is_under_way:  # another one of several that were made before any began
+            raise RuntimeError("ExtractingDataset: another iteration is under way; end it first")
         self._is_under_way = True
         self._num_read, self._start = self._start, 0
         order = self._order()[self._num_read :]
@@ -189,15 +191,16 @@ class ExtractingDataset(IterableDataset[Any]):
             items = self._engine.iterate(
                 lambda: self._samples(order), self._prefetch_bytes, self._add_wait
             )
-            for item in items:
-                self._num_read += 1
-                if not isinstance(item, FailedSample):
-                    yield item if self._transform is None else self._transform(item)
-                elif self._skips:
-                    self.num_skipped += 1
-                    logger.warning("prompt %d is skipped: %s", item.index, item.reason)
-                else:
-                    raise HiddenStatesError(item.index, item.failure)
+            with closing(items):  # a caller may keep an error, and with it this frame
+                for item in items:
+                    self._num_read += 1
+                    if not isinstance(item, FailedSample):
+                        yield item if self._transform is None else self._transform(item)
+                    elif self._skips:
+                        self.num_skipped += 1
+                        logger.warning("prompt %d is skipped: %s", item.index, item.reason)
+                    else:
+                        raise HiddenStatesError(item.index, item.failure)
             self._epoch, self._num_read = self._epoch + 1, 0
         finally:
             self._is_under_way = False
@@ -222,7 +225,7 @@ class ExtractingDataset(IterableDataset[Any]):
 
         async def requests() -> AsyncGenerator[Any, None]:
             for index in order:
-                request = self._prompts[index]
+                request = self._prompt(index)
                 stored = None
                 if cache is not None:
                     digest = digest_of(request)
@@ -241,6 +244,16 @@ class ExtractingDataset(IterableDataset[Any]):
                     columns = {name: values[index] for name, values in self._columns.items()}
                     item = dataclasses.replace(item, columns=columns)
                 yield item
+
+    def _prompt(self, index: int) -> Any:
+        """Return a prompt. RuntimeError: reading it raised what would end the event loop."""
+        try:
+            return self._prompts[index]
+        except BaseException as error:
+            is_told = isinstance(error, Exception)
+            if is_told and not isinstance(error, StopIteration | StopAsyncIteration):
+                raise
+            raise RuntimeError(f"prompts[{index}] raised {error!r}") from error
 
     def _open_cache(self, engine: BackgroundEngine) -> SampleCache | None:
         if self._cache_folder is None or self._cache is not None:

@@ -19,7 +19,9 @@ from contextlib import suppress
 from typing import NamedTuple
 
 _NAME_BYTES_KEPT = 128
-_TEMPORARY = re.compile(r"\.(?P<name>.*?)(?:\.(?P<owner>[a-z]+-\d+))?\.[0-9a-f]{32}\.tmp")
+_TEMPORARY = re.compile(
+    r"\.(?P<name>.*?)(?:\.(?P<owner>[a-z]+-\d+))?\.[0-9a-f]{32}\.tmp", re.DOTALL
+)
 
 
 class TemporaryName(NamedTuple):

@@ -108,6 +108,10 @@ def parse_flags(parser: FlexibleArgumentParser, argv: Sequence[str]) -> argparse
     return args
 
 
+_MOST_CHARACTERS = 1 << 20
+"""Size of the largest file of flags that is read."""
+
+
 def _flags_from_file(path: str, parser: FlexibleArgumentParser) -> list[str]:
     """Return the entries of a YAML file as command-line arguments.
 
@@ -116,7 +120,11 @@ def _flags_from_file(path: str, parser: FlexibleArgumentParser) -> list[str]:
     the file cannot be read, or has a key that is not a flag.
     """
     try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        with Path(path).open(encoding="utf-8") as file:
+            text = file.read(_MOST_CHARACTERS + 1)
+        if len(text) > _MOST_CHARACTERS:
+            raise OSError(f"it has more than {_MOST_CHARACTERS:,} characters")
+        content = yaml.safe_load(text)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ValueError(f"config={path!r} cannot be read: {error}") from None
     if content is None:

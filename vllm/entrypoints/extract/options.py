@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from vllm.entrypoints.extract.records import InputFormat
 from vllm.hidden_states.names import FORMATS, MOST_LOGPROBS, Pooling
-from vllm.utils.checked import ABOVE_0, FINITE, at_least, at_most, config, refuse_unless
+from vllm.utils.checked import (
+    ABOVE_0,
+    FINITE,
+    FolderPath,
+    at_least,
+    at_most,
+    config,
+    refuse_unless,
+)
 from vllm.utils.options import Group, Option
 
 if TYPE_CHECKING:
@@ -123,7 +131,7 @@ class ExtractOptions:
     storage_dtype: Literal["auto", "float32", "bfloat16", "float16", "fp8"] = "auto"
     """Dtype of the stored rows. "auto": the model's. "fp8": e4m3 with a scale for each row and
     layer."""
-    output: str | None = None
+    output: FolderPath | None = None
     """Folder of the dataset. A folder that an interrupted command left is continued."""
     stream: str | None = None
     """Path of a Unix socket: publish the samples there to a trainer that reads them with

@@ -63,6 +63,8 @@ def find_sources(
     """
     sources = []
     for name in inputs:
+        if not name:
+            raise ValueError("--input '': name a file or a folder")
         path = Path(name).expanduser()
         if not path.exists():
             raise ValueError(f"--input {name}: there is no such file or folder")

@@ -153,7 +153,13 @@ class HiddenStatesStore:
                     f"hidden_states_folder={settings.hidden_states_folder!r} has no effect: this "
                     "server gives rows to a connector (speculative_config); leave it out"
                 )
-            os.makedirs(settings.hidden_states_folder, exist_ok=True)
+            try:
+                os.makedirs(settings.hidden_states_folder, exist_ok=True)
+            except OSError as error:
+                raise ValueError(
+                    f"hidden_states_folder={settings.hidden_states_folder!r} cannot be made: "
+                    f"{error.strerror}; name a folder where this user may create files"
+                ) from error
         return cls(storage, settings)
 
     @property

@@ -16,6 +16,7 @@ import math
 import os
 import signal
 import socket
+import ssl
 import stat
 import sys
 from collections.abc import Callable, Iterator
@@ -73,6 +74,21 @@ class BoundSocket(NamedTuple):
                 os.unlink(self.uds)
 
 
+def check_certificates(settings: ServerSettings) -> None:
+    """Raise ValueError if files for HTTPS cannot be used; uvicorn reads them after the model."""
+    if settings.ssl_certfile is None:
+        return
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(settings.ssl_certfile, settings.ssl_keyfile)
+        if settings.ssl_ca_certs is not None:
+            context.load_verify_locations(settings.ssl_ca_certs)
+    except OSError as error:
+        names = ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs")
+        files = ", ".join(f"{name}={vars(settings)[name]!r}" for name in names)
+        raise ValueError(f"{files}: {error}; use PEM files of a certificate and its key") from None
+
+
 def bind(settings: ServerSettings) -> BoundSocket:
     """Bind host and port, or the Unix socket; raises ValueError if it is in use or not allowed."""
     if settings.uds is not None:
@@ -87,6 +103,9 @@ def bind(settings: ServerSettings) -> BoundSocket:
     except OSError as error:
         bound.close()
         raise ValueError(_bind_failure(host, settings.port, error)) from None
+    except (TypeError, ValueError):  # characters that no name can have
+        bound.close()
+        raise ValueError(f"host={host!r} is not a name; name an address of this machine") from None
     scheme = "https" if settings.ssl_certfile else "http"
     name = "localhost" if host in EVERYWHERE else f"[{host}]" if ":" in host else host
     return BoundSocket(bound, f"{scheme}://{name}:{bound.getsockname()[1]}{settings.root_path}")
@@ -141,6 +160,7 @@ def run_server(
         core = handle or CoreHandle()
         stack.callback(core.end)
         try:
+            check_certificates(settings)
             bound = bind(settings)
             stack.callback(bound.close)
             from vllm.v1.metrics.prometheus import MeteredAsyncLLM

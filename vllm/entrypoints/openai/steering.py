@@ -24,7 +24,8 @@ def requested_steering(state: ServerState, body: GenerationBody) -> list[Steerin
     extra = None if body.vllm_xargs is None else body.vllm_xargs.steering
     if body.steering is not None and extra is not None:
         raise bad_request("steering is also in vllm_xargs: give it once")
-    asked = body.steering or extra or []
+    asked = body.steering if body.steering is not None else extra
+    asked = [] if asked is None else asked
     return [_vector(state, one) for one in (asked if isinstance(asked, list) else [asked])]
 
 

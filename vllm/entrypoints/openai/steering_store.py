@@ -50,6 +50,8 @@ class SteeringStore:
         self._stored: dict[str, _Stored] = {}
         for item in settings.steering_vectors:
             name, _, path = item.partition("=")
+            if name in self._stored:
+                raise ValueError(f"steering_vectors: the name {name!r} comes twice; leave one out")
             self._stored[_checked_name(name)] = self._checked(SteeringVector.from_file(path))
 
     def find(self, name: str) -> SteeringVector:
@@ -67,8 +69,9 @@ class SteeringStore:
     def put(self, name: str, vector: SteeringVector) -> None:
         """Keep vectors from a client. ValueError or ApiError: they cannot be kept."""
         self._check_uploads()
+        name = _checked_name(name)
         stored, settings = self._checked(vector), self._settings
-        others = [one for other, one in self._stored.items() if other != _checked_name(name)]
+        others = [one for other, one in self._stored.items() if other != name]
         if len(others) >= settings.max_steering_vectors:
             raise bad_request(
                 f"{len(others)} steering vectors are kept, and --max-steering-vectors is "

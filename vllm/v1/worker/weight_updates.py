@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -15,6 +15,8 @@ from vllm.model_executor.layers.weight import weight_storages, weights_of
 from vllm.model_executor.model_loader.checkpoint import find_weight_files, stored_shapes
 from vllm.model_executor.model_loader.loader import find_weights, load_checkpoint
 from vllm.model_executor.models.interfaces import MayKeepWeights
+from vllm.model_executor.utils import LOADABLE_DTYPES
+from vllm.utils.text import brief
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -38,6 +40,7 @@ class WeightUpdates:
         self._model, self._vllm_config = model, vllm_config
         self.problem: str | None = None
         """The reason why the model computes nothing of use; None: its weights are whole."""
+        self._missing: set[str] = set()  # tensors to replace until there is no problem any more
         self._lent: list[_Lent] = []
 
     def load_folder(self, path: str | None) -> None:
@@ -63,13 +66,17 @@ class WeightUpdates:
 
         ValueError: as for :meth:`load_folder`.
         """
-        named = dict(weights)
-        for name, tensor in named.items():
-            if not isinstance(name, str) or not torch.is_tensor(tensor):
-                raise ValueError(f"weights: {name!r} is not the name of a tensor")
+        named = _by_name(weights)
+        if self._vllm_config.model_config.quantization_config is None:  # else codes may come
+            for name, tensor in named.items():
+                _check_floats(name, tensor)
         self._check({name: tuple(tensor.shape) for name, tensor in named.items()})
         with self._replacing():
             loaded: set[str] = self._model.load_weights(named.items())  # type: ignore[operator]
+        if self.problem is not None:
+            self._missing -= named.keys()
+            if not self._missing:
+                self.problem = None
         if not loaded and named:
             raise ValueError(f"weights: the model has none of the names {', '.join([*named][:5])}")
         return sorted(loaded)
@@ -84,8 +91,7 @@ class WeightUpdates:
         for weight in weights_of(self._model):
             if weight.fixed_because is not None:
                 raise ValueError(f"weights cannot be replaced: {weight.fixed_because}")
-        files = find_weights(self._vllm_config, fetches=False)
-        for name, own in stored_shapes(files or ()).items():
+        for name, own in self._stored_shapes().items():
             given = shapes.get(name)
             if given is None and is_whole:
                 raise ValueError(f"weight {name!r} is missing, and the engine's checkpoint has it")
@@ -94,13 +100,22 @@ class WeightUpdates:
                     f"weight {name!r} has the shape {tuple(given)}; the model's is {tuple(own)}"
                 )
 
+    def _stored_shapes(self) -> dict[str, Sequence[int]]:
+        """Return the shapes in the checkpoint of the model; empty: it has none."""
+        return stored_shapes(find_weights(self._vllm_config, fetches=False) or ())
+
+    def _break(self, problem: str) -> None:
+        """Note that the model computes nothing of use until all tensors were replaced."""
+        self.problem = problem
+        self._missing = set(self._stored_shapes()) or {"a whole checkpoint"}
+
     @contextmanager
     def _replacing(self) -> Iterator[None]:
         """Note that weights are mixed if their replacement ends in the middle."""
         try:
             yield
         except BaseException as error:
-            self.problem = f"a replacement of its weights failed ({error})"
+            self._break(f"a replacement of its weights failed ({error})")
             raise
 
     def lend(self, *, keeps: bool) -> None:
@@ -117,8 +132,39 @@ class WeightUpdates:
             if content is not None:
                 _bytes_of(storage).copy_(content)
             else:
-                self.problem = "its weights were discarded by sleep(level=2)"
+                self._break("its weights were discarded by sleep(level=2)")
         self._lent = []
+
+
+def _by_name(weights: object) -> dict[str, torch.Tensor]:
+    """Return tensors by name. ValueError: they are something else, or a name comes twice."""
+    pairs = weights.items() if isinstance(weights, Mapping) else weights
+    if not isinstance(pairs, Iterable) or isinstance(pairs, str | bytes | torch.Tensor):
+        kind = type(weights).__name__
+        raise ValueError(f"weights: a {kind} cannot be used; give a folder, or tensors by name")
+    named: dict[str, torch.Tensor] = {}
+    for pair in pairs:
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            kind = type(pair).__name__
+            raise ValueError(f"weights: a {kind} is not the pair of a name and a tensor")
+        name, tensor = pair
+        if not isinstance(name, str) or not torch.is_tensor(tensor):
+            raise ValueError(f"weights: {brief(name)} is not the name of a tensor")
+        if name in named:
+            raise ValueError(f"weights: {name!r} comes twice")
+        named[name] = tensor
+    return named
+
+
+def _check_floats(name: str, tensor: torch.Tensor) -> None:
+    """Raise ValueError unless a tensor holds floats that a weight can have."""
+    is_plain = tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_meta
+    if not is_plain or tensor.dtype not in LOADABLE_DTYPES:
+        known = ", ".join(str(dtype).removeprefix("torch.") for dtype in LOADABLE_DTYPES)
+        raise ValueError(
+            f"weight {name!r} is of {tensor.dtype}, {tensor.layout} on {tensor.device}: use a "
+            f"dense tensor with content, of {known}"
+        )
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:

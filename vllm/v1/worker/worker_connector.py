@@ -14,17 +14,19 @@ from vllm.distributed.kv_transfer.kv_connector.utils import copy_kv_blocks
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     call_handle_preemptions,
+    checked_pair,
     hook_limit,
 )
 from vllm.distributed.kv_transfer.kv_transfer_state import announce, in_pass, retract
-from vllm.exceptions import FailureError
+from vllm.exceptions import Failure, FailureError
 from vllm.forward_context import ForwardContext, set_forward_context
 from vllm.logger import init_logger
+from vllm.utils.text import brief
 from vllm.v1.attention.backend import backend_of
 from vllm.v1.cache_kinds.base import KVCacheConfig
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler_connector import hook_failure
-from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.outputs import KVConnectorOutput, SaveStats
 from vllm.v1.worker.input_batch import RequestState
 
 logger = init_logger(__name__)
@@ -142,7 +144,8 @@ class WorkerConnector:
 
         Tables of other requests may still list blocks that were given back and are loaded now.
         """
-        failed = self._ask(self.connector.get_block_ids_with_load_errors) or set()
+        with self._limit("get_block_ids_with_load_errors"):
+            failed = _set_of(self.connector.get_block_ids_with_load_errors(), int)
         self._report.invalid_block_ids |= failed
         loading = [state for state in states if state.req_id in self._loading]
         return {s.req_id for s in loading if self._load_error is not None or s.holds_any(failed)}
@@ -178,18 +181,24 @@ class WorkerConnector:
         states: the requests of the step's forward pass.
         """
         connector, report = self.connector, self._report
-        sent, received = self._ask(connector.get_finished, scheduled.finished_req_ids)
-        report.finished_sending |= sent or set()
-        report.finished_recving |= received or set()
-        report.failures |= self._ask(connector.take_failures)
-        report.completed_params |= self._ask(connector.take_completed_params)
+        with self._limit("get_finished"):
+            answer = connector.get_finished(scheduled.finished_req_ids)
+            sent, received = checked_pair(answer, "two sets of request ids, or None")
+            sent, received = _set_of(sent, str), _set_of(received, str)
+        report.finished_sending |= sent
+        report.finished_recving |= received
+        with self._limit("take_failures"):
+            report.failures |= _dict_of(connector.take_failures(), Failure)
+        with self._limit("take_completed_params"):
+            report.completed_params |= _dict_of(connector.take_completed_params(), dict)
         late = self._take_failed_loads(states) - report.void_req_ids
         report.late_req_ids |= late
         if late:
             self._void |= late
             self._ask(connector.drop_computed, late)
         report.load_error = self._load_error
-        report.save_stats = self._ask(connector.save_stats)
+        with self._limit("save_stats"):
+            report.save_stats = _one_of(connector.save_stats(), SaveStats)
         report.kv_connector_stats = self._ask(connector.get_kv_connector_stats)
         report.kv_cache_events = self._ask(connector.get_kv_connector_kv_cache_events)
         report.kv_connector_worker_meta = self._ask(connector.build_connector_worker_meta)
@@ -208,6 +217,31 @@ class WorkerConnector:
             self._ask(self.connector.shutdown)
         except Exception:
             logger.exception("%s.shutdown failed", type(self.connector).__name__)
+
+
+def _one_of(answer: object, kind: type[T]) -> T | None:
+    """Return what a hook returned, or None. TypeError: it is something else."""
+    if answer is not None and not isinstance(answer, kind):
+        raise TypeError(f"the answer {brief(answer)} has to be a {kind.__name__}, or None")
+    return answer
+
+
+def _set_of(answer: object, kind: type[T]) -> set[T]:
+    """Return the set that a hook returned, empty for None. TypeError: it is something else."""
+    if answer is None:
+        return set()
+    if not isinstance(answer, set | frozenset) or not all(isinstance(one, kind) for one in answer):
+        raise TypeError(f"the answer {brief(answer)} has to be a set of {kind.__name__}, or None")
+    return set(answer)
+
+
+def _dict_of(answer: object, kind: type[T]) -> dict[str, T]:
+    """Return the dict that a hook returned, empty for None. TypeError: it is something else."""
+    if answer is None:
+        return {}
+    if not isinstance(answer, dict) or not all(isinstance(one, kind) for one in answer.values()):
+        raise TypeError(f"the answer {brief(answer)} has to be a dict of {kind.__name__}, or None")
+    return answer
 
 
 def _is_called(layer: object) -> TypeGuard[nn.Module]:

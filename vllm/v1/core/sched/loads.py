@@ -7,10 +7,12 @@ are checked here; an offer that cannot be used is not taken, and the tokens are 
 
 from __future__ import annotations
 
+import operator
 import time
 from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
+from vllm.distributed.kv_transfer.kv_connector.v1.base import checked_pair
 from vllm.exceptions import Failure, FailureError, FailureKind
 from vllm.logger import init_logger
 from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -94,11 +96,17 @@ class Loads:
             name = type(self.connector).__name__
             logger.warning_once("an offer of %s is not taken: %s", name, problem)
             return NOTHING
-        return Offer(num_tokens, bool(in_background))
+        return Offer(num_tokens, in_background)
 
     def _answer(self, request: Request, num_found: int) -> tuple[int | None, bool]:
-        """Return the connector's answer. TimeoutError: it has been undecided for too long."""
-        num_tokens, in_background = self.connector.get_num_new_matched_tokens(request, num_found)
+        """Return the connector's answer. TimeoutError: it has been undecided for too long.
+
+        TypeError: it is not a number of tokens and a flag.
+        """
+        answer = self.connector.get_num_new_matched_tokens(request, num_found)
+        num_tokens, in_background = checked_pair(answer, "(tokens or None, in the background)")
+        if num_tokens is not None:
+            num_tokens = operator.index(num_tokens)
         since = self._undecided.setdefault(request.request_id, time.monotonic())
         timeout = self._calls.timeout_seconds
         is_overdue = timeout is not None and time.monotonic() - since >= timeout
@@ -106,7 +114,7 @@ class Loads:
             del self._undecided[request.request_id]
         if num_tokens is None and is_overdue:
             raise TimeoutError(f"no answer within kv_timeout_seconds={timeout:g}")
-        return num_tokens, in_background
+        return num_tokens, bool(in_background)
 
     def _why_not(self, request: Request, num_found: int, num_tokens: int) -> str | None:
         """Return why tokens that are offered must be computed; None: they can be loaded."""

@@ -54,6 +54,7 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from vllm.utils.text import brief
 from vllm.utils.time_limit import time_limit
 
 if TYPE_CHECKING:
@@ -150,12 +151,26 @@ def supports_hma(connector: type[object] | object) -> bool:
 def call_request_finished(
     connector: KVConnectorBase_V1, request: Request, block_ids: tuple[list[int], ...]
 ) -> tuple[bool, dict[str, Any] | None]:
-    """Call the hook for an ended request, with the blocks of all groups if it takes them."""
+    """Call the hook for an ended request, with the blocks of all groups if it takes them.
+
+    TypeError: its answer is not what the hook has to return.
+    """
     if isinstance(connector, SupportsHMA):
-        is_delayed, params = connector.request_finished_all_groups(request, block_ids)
+        answer = connector.request_finished_all_groups(request, block_ids)
     else:
-        is_delayed, params = connector.request_finished(request, block_ids[0])
-    return is_delayed, params
+        answer = connector.request_finished(request, block_ids[0])
+    is_delayed, params = checked_pair(answer, "(blocks are kept, kv_transfer_params or None)")
+    if params is not None and not isinstance(params, dict):
+        raise TypeError(f"kv_transfer_params={brief(params)} has to be a dict or None")
+    return bool(is_delayed), params
+
+
+def checked_pair(answer: object, meaning: str) -> tuple[Any, Any]:
+    """Return the pair that a hook returned. TypeError: it is something else."""
+    if not isinstance(answer, tuple | list) or len(answer) != 2:
+        raise TypeError(f"the answer {brief(answer)} has to be {meaning}")
+    first, second = answer
+    return first, second
 
 
 def call_handle_preemptions(

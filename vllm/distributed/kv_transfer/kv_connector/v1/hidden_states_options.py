@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 import tempfile
 from collections.abc import Mapping
 from dataclasses import fields
@@ -17,6 +18,7 @@ from vllm.utils.text import brief, safe_name
 logger = init_logger(__name__)
 
 _MEBIBYTE = 1 << 20
+_MOST_PATH_BYTES = 4095
 
 
 @config("kv_connector_extra_config", frozen=True)
@@ -81,6 +83,11 @@ class HiddenStatesOptions:
         is_path = "\0" not in path and _can_be_named(path)
         if not is_path or name in ("", ".", "..") or os.path.isdir(path):
             raise ValueError(f"hidden_states_path={brief(path)} is not the path of a file")
+        if os.path.lexists(path) and not stat.S_ISREG(os.lstat(path).st_mode):
+            raise ValueError(
+                f"hidden_states_path={brief(path)} is a link, a device or a pipe, which a file "
+                "would replace; choose another path"
+            )
         if name.endswith(".lock"):
             raise ValueError(
                 f"hidden_states_path={brief(path)}: names that end in .lock are for locks"
@@ -105,6 +112,6 @@ class HiddenStatesOptions:
 
 def _can_be_named(path: str) -> bool:
     try:
-        return bool(os.fsencode(path))
+        return 0 < len(os.fsencode(path)) <= _MOST_PATH_BYTES
     except UnicodeEncodeError:  # half of a surrogate pair
         return False

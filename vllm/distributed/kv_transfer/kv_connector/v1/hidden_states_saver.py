@@ -196,6 +196,9 @@ class RowSaver:
             failure = disk_failure(path, error)
         except ValueError as error:
             failure = Failure(FailureKind.CONNECTOR_FAILED, str(error))
+        except RecursionError:
+            message = f"the folders of {path} cannot be made; choose a path with fewer of them"
+            failure = Failure(FailureKind.WRITE_FAILED, message)
         writer = RequestWriter(
             rows.request_id,
             path,
