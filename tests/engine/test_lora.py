@@ -32,14 +32,14 @@ BY_DAY = ("llama", "qwen3_5", "qwen3_5_vl", "phi3", "gpt2", "gpt_neox", "qwen3_m
 
 def takes(llm: LLM) -> Callable[[str], bool]:
     """Tell which modules the engine adapts."""
-    from vllm.model_executor.adapters import find_owner
+    from vllm.model_executor.adapters import find_owner, shared_modules
 
     model = core_of(llm).executor.worker.model_runner.model
-    find = model.weight_finder()
+    find, shared = model.weight_finder(), shared_modules(model)
 
     def is_adapted(name: str) -> bool:
         place = find(f"{name}.weight")
-        return place is not None and find_owner(model, place) is not None
+        return place is not None and find_owner(model, place, shared) is not None
 
     return is_adapted
 
@@ -251,6 +251,16 @@ def test_vectors_chats_and_settings(checkpoint: Checkpoint, tmp_path: Path) -> N
 
     token_ids, rows = asyncio.run(run())
     assert token_ids == expected and torch.equal(rows, sample.hidden_states[: len(rows)])
+
+
+def test_blocks_that_layers_share_are_refused(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """PEFT gives each of their uses an adapter, and the engine has them once."""
+    folder, adapter = checkpoint("zamba2"), tmp_path / "adapter"
+    write_adapter(adapter, folder, takes=lambda name: name.endswith("self_attn.q_proj"))
+    with engine(folder, enable_lora=True) as llm:
+        with pytest.raises(ValueError, match=r"shared_transformer.* is not a linear layer of"):
+            llm.generate(PROMPTS[0], greedy(1), lora_request=request(adapter))
+        llm.generate(PROMPTS[0], greedy(1))
 
 
 def edit_config(**entries: Any) -> Change:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 import torch
@@ -33,11 +33,11 @@ def load_adapter(model: nn.Module, folder: Path, max_rank: int, device: torch.de
     """Read an adapter for a finished model. ValueError: it cannot be used, or does not fit."""
     assert isinstance(model, FindsWeights)
     files = read_adapter(folder, max_rank)
-    find = model.weight_finder()
+    find, shared = model.weight_finder(), shared_modules(model)
     parts: defaultdict[tuple[Weight, int], list[LowRank]] = defaultdict(list)
     for name, module in files.modules.items():
         place = find(f"{name}.weight")
-        owner = None if place is None else find_owner(model, place)
+        owner = None if place is None else find_owner(model, place, shared)
         if place is None or owner is None:
             raise ValueError(
                 f"module {name!r} is not a linear layer of {type(model).__name__} that takes "
@@ -52,9 +52,19 @@ def load_adapter(model: nn.Module, folder: Path, max_rank: int, device: torch.de
     return Adapter(files.digest, parts)
 
 
-def find_owner(model: nn.Module, place: WeightPlace) -> LinearBase | Experts | None:
+def shared_modules(model: nn.Module) -> set[nn.Module]:
+    """Return the modules that several layers share. In transformers each use has an adapter."""
+    counts = Counter(module for _, module in model.named_modules(remove_duplicate=False))
+    return {module for module, count in counts.items() if count > 1}
+
+
+def find_owner(
+    model: nn.Module, place: WeightPlace, shared: Collection[nn.Module]
+) -> LinearBase | Experts | None:
     """Return the module that multiplies with the weight, if adapters can change its products."""
     module = model.get_submodule(place.param_name.rpartition(".")[0])
+    if module in shared:
+        return None
     if isinstance(module, LinearBase) and place.param is module.weight:
         return module
     if isinstance(module, Experts) and isinstance(place.shard_id, tuple):

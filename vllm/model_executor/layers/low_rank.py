@@ -17,6 +17,7 @@ from vllm.forward_context import (
     set_forward_context,
 )
 from vllm.model_executor.layers.weight import Weight
+from vllm.utils.transfers import to_device
 
 
 class LowRank(NamedTuple):
@@ -55,7 +56,8 @@ class AdapterRows:
 
     adapters: Sequence[Adapter]
     index: torch.Tensor
-    """int64 [rows]: the index of each row's adapter; -1: it has none."""
+    """int64 [rows] on the host: the index of each row's adapter; -1: it has none."""
+    device: torch.device
 
     def add(self, weight: Weight, table: int, x: torch.Tensor, out: torch.Tensor) -> None:
         """Add what adapters change in a product with a weight. x: [rows, n]; out: [rows, m]."""
@@ -72,7 +74,8 @@ class AdapterRows:
 
     def part(self, rows: torch.Tensor | slice) -> AdapterRows:
         """Return those of products that have only some rows, or have them repeatedly."""
-        return AdapterRows(self.adapters, self.index[rows])
+        own = self.index[rows if isinstance(rows, slice) else rows.cpu()]
+        return AdapterRows(self.adapters, own, self.device)
 
     @cached_property
     def _groups(self) -> list[tuple[Adapter, torch.Tensor | None]]:
@@ -81,7 +84,8 @@ class AdapterRows:
         for number, adapter in enumerate(self.adapters):
             rows = (self.index == number).nonzero().squeeze(1)
             if len(rows):
-                found.append((adapter, None if len(rows) == len(self.index) else rows))
+                is_whole = len(rows) == len(self.index)
+                found.append((adapter, None if is_whole else to_device(rows.numpy(), self.device)))
         return found
 
 

@@ -12,7 +12,6 @@ from vllm.config import LoRAConfig
 from vllm.lora.request import LoRARequest
 from vllm.model_executor.adapters import check_takes_adapters, load_adapter
 from vllm.model_executor.layers.low_rank import Adapter, AdapterRows
-from vllm.utils.transfers import to_device
 from vllm.v1.worker.input_batch import StepBatch
 
 
@@ -75,4 +74,5 @@ def adapter_rows(batch: StepBatch, device: torch.device) -> AdapterRows | None:
         return None
     numbers = {id(adapter): number for number, adapter in enumerate(adapters)}
     of_request = np.array([numbers.get(id(state.adapter), -1) for state in states])
-    return AdapterRows(adapters, to_device(of_request[batch.request_of_token], device))
+    index = torch.from_numpy(of_request[batch.request_of_token])
+    return AdapterRows(adapters, index, device)
