@@ -23,6 +23,7 @@ VLLM_ATTENTION_BACKEND: str | None
 VLLM_GDN_BACKEND: str | None
 VLLM_PLUGINS: tuple[str, ...] | None
 VLLM_API_KEY: str | None
+VLLM_ALLOW_RUNTIME_LORA_UPDATING: bool
 
 
 class Variable(NamedTuple):
@@ -55,6 +56,10 @@ def _count(text: str) -> int:
 def _first_count(text: str) -> int:
     """The first number of an OpenMP list such as ``4,2`` (one entry for each nesting level)."""
     return _count(text.split(",")[0].strip())
+
+
+def _switch(text: str) -> bool:
+    return _one_of("0", "false", "1", "true")(text) in ("1", "true")
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -104,6 +109,9 @@ VARIABLES: dict[str, Variable] = {
     ),
     "VLLM_API_KEY": Variable(
         None, str, "Key that clients of `vllm serve` must send; --api-key overrides it."
+    ),
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING": Variable(
+        False, _switch, "Let clients of `vllm serve` load and unload adapters: 1 or 0."
     ),
 }
 

@@ -103,6 +103,18 @@ class _HasSlots(Protocol):
     slot_mapping: torch.Tensor
 
 
+class RowAdapters(Protocol):
+    """The adapters (LoRA) of the rows that the products of a pass have."""
+
+    def add(self, weight: Any, table: int, x: torch.Tensor, out: torch.Tensor) -> None:
+        """Add what they change in a product with a weight. x: [rows, n]; out: [rows, m]."""
+        ...
+
+    def part(self, rows: torch.Tensor | slice) -> RowAdapters:
+        """Return those of products that have only some rows, or have them repeatedly."""
+        ...
+
+
 @dataclass(frozen=True)
 class ForwardContext:
     """One step's metadata by layer name, and the sink of captured rows."""
@@ -119,6 +131,8 @@ class ForwardContext:
     rotary_positions: torch.Tensor | None = None
     """int64 [tokens], for a model with longrope: positions in its tables, in which the table for
     long sequences follows the one for short ones."""
+    adapters: RowAdapters | None = None
+    """Adapters of the tokens; None: no token has one."""
 
     @property
     def slot_mapping(self) -> dict[str, torch.Tensor]:
@@ -146,6 +160,11 @@ def get_forward_context() -> ForwardContext:
 def current_rotary_positions() -> torch.Tensor | None:
     """Rotary positions of the pass that runs on this thread; None: they are the tokens'."""
     return None if _local.context is None else _local.context.rotary_positions
+
+
+def current_adapters() -> RowAdapters | None:
+    """Adapters of the rows in the pass that runs on this thread; None: there are none."""
+    return None if _local.context is None else _local.context.adapters
 
 
 def current_row_sink() -> RowSink | None:

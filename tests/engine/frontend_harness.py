@@ -9,7 +9,7 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from vllm.config import SchedulerConfig
+from vllm.config import LoRAConfig, SchedulerConfig
 from vllm.v1.engine import (
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -84,6 +84,7 @@ def make_config(extracts: bool = False, **changes: Any) -> Any:
     speculative = SimpleNamespace(method="extract_hidden_states") if extracts else None
     return SimpleNamespace(
         model_config=SimpleNamespace(**model | changes),
+        lora_config=LoRAConfig(),
         speculative_config=speculative,
         scheduler_config=SchedulerConfig(),
     )

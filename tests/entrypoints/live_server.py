@@ -85,7 +85,9 @@ def live_server(
         await engine.start()
         engine.metrics = metrics = ServerMetrics(lambda: engine.stats, NAMES[0])
         store = HiddenStatesStore.from_config(engine.vllm_config, settings)
-        return ServerState(engine, settings, list(NAMES), metrics, store=store)
+        state = ServerState(engine, settings, list(NAMES), metrics, store=store)
+        await state.adapters.load_modules(settings.lora_modules)
+        return state
 
     with serve_state(make_state) as server:
         yield server

@@ -10,6 +10,7 @@ from vllm.config.ec_transfer import ECTransferConfig as ECTransferConfig
 from vllm.config.kv_events import KVEventsConfig as KVEventsConfig
 from vllm.config.kv_transfer import KVTransferConfig as KVTransferConfig
 from vllm.config.load import LoadConfig as LoadConfig
+from vllm.config.lora import LoRAConfig as LoRAConfig
 from vllm.config.model import ModelConfig as ModelConfig
 from vllm.config.model import ModelDType as ModelDType
 from vllm.config.parallel import ParallelConfig as ParallelConfig

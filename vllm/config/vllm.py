@@ -19,6 +19,7 @@ from vllm.config.ec_transfer import ECTransferConfig
 from vllm.config.kv_events import KVEventsConfig
 from vllm.config.kv_transfer import KVTransferConfig
 from vllm.config.load import LoadConfig
+from vllm.config.lora import LoRAConfig
 from vllm.config.model import ModelConfig
 from vllm.config.parallel import ParallelConfig
 from vllm.config.scheduler import SchedulerConfig
@@ -48,6 +49,7 @@ class VllmConfig:
         default_factory=ParallelConfig
     )
     load_config: Annotated[LoadConfig, from_mapping(LoadConfig)] = field(default_factory=LoadConfig)
+    lora_config: Annotated[LoRAConfig, from_mapping(LoRAConfig)] = field(default_factory=LoRAConfig)
     device_config: Annotated[DeviceConfig, from_mapping(DeviceConfig)] = field(
         default_factory=DeviceConfig
     )

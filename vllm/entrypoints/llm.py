@@ -17,6 +17,7 @@ from vllm.hidden_states.layer_ids import Layers
 from vllm.hidden_states.names import Pooling
 from vllm.hidden_states.sample import FailedSample, HiddenStatesSample
 from vllm.inputs import PromptType, as_prompt_list
+from vllm.lora.request import LoRARequest
 from vllm.outputs import ClassificationRequestOutput, EmbeddingRequestOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.steering import SteeringVector
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 InitT = TypeVar("InitT", bound=Callable[..., None])
 ParamsType: TypeAlias = SamplingParams | Sequence[SamplingParams] | None
+AdapterType: TypeAlias = LoRARequest | Sequence[LoRARequest | None] | None
 ProgressBar: TypeAlias = bool | Callable[..., Any]
 Positions: TypeAlias = str | Sequence[int]
 
@@ -104,6 +106,7 @@ class LLM:
         sampling_params: ParamsType = None,
         *,
         use_tqdm: ProgressBar = True,
+        lora_request: AdapterType = None,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Run prompts to their end; returns one output per prompt, in their order.
@@ -113,6 +116,7 @@ class LLM:
             sampling_params: one for all prompts, one for each prompt, or None for the model's
                 defaults.
             use_tqdm: whether to show a progress bar, or a callable to make it instead of ``tqdm``.
+            lora_request: adapter for all prompts, or a list with one or None for each prompt.
             priority: one for each prompt.
 
         Raises:
@@ -122,13 +126,14 @@ class LLM:
         An interrupt (Ctrl-C) drops all prompts of the call, with their files; the engine can
         continue.
         """
-        return self._run(as_prompt_list(prompts), sampling_params, use_tqdm, priority)
+        return self._run(as_prompt_list(prompts), sampling_params, use_tqdm, priority, lora_request)
 
     def chat(
         self,
         messages: Sequence[ChatMessage] | Sequence[Sequence[ChatMessage]],
         sampling_params: ParamsType = None,
         use_tqdm: ProgressBar = True,
+        lora_request: AdapterType = None,
         chat_template: str | None = None,
         chat_template_content_format: ContentFormat = "auto",
         add_generation_prompt: bool = True,
@@ -151,7 +156,7 @@ class LLM:
             )
             for conversation in as_conversations(messages)
         ]
-        return self._run(prompts, sampling_params, use_tqdm, None)
+        return self._run(prompts, sampling_params, use_tqdm, None, lora_request)
 
     @overload
     def extract(
@@ -172,6 +177,7 @@ class LLM:
         hooks: Sequence[str] | str | None = ...,
         mask: str | None = ...,
         steering: SteeringVector | Sequence[SteeringVector] | None = ...,
+        lora_request: LoRARequest | None = ...,
         use_tqdm: ProgressBar = ...,
     ) -> Iterator[HiddenStatesSample]: ...
 
@@ -194,6 +200,7 @@ class LLM:
         hooks: Sequence[str] | str | None = ...,
         mask: str | None = ...,
         steering: SteeringVector | Sequence[SteeringVector] | None = ...,
+        lora_request: LoRARequest | None = ...,
         use_tqdm: ProgressBar = ...,
     ) -> Iterator[HiddenStatesSample | FailedSample]: ...
 
@@ -215,6 +222,7 @@ class LLM:
         hooks: Sequence[str] | str | None = None,
         mask: str | None = None,
         steering: SteeringVector | Sequence[SteeringVector] | None = None,
+        lora_request: LoRARequest | None = None,
         use_tqdm: ProgressBar = False,
     ) -> Iterator[HiddenStatesSample | FailedSample]:
         """Yield the hidden states of prompts, one sample per prompt, as they are computed.
@@ -256,6 +264,7 @@ class LLM:
             mask: rule of the loss mask of conversations: ``"answers"`` or ``"last-answer"``, with
                 ``",before"`` and ``",no-boilerplate"`` behind it.
             steering: :class:`vllm.SteeringVector`, or a list of them, that are added to the stream.
+            lora_request: adapter of the model for all prompts (``enable_lora``).
             use_tqdm: as for :meth:`generate`.
 
         Raises:
@@ -267,7 +276,7 @@ class LLM:
         settings = ExtractionSettings(
             *(layers, positions, dtype, ordered, on_error, max_in_flight, pooling),
             *(add_special_tokens, top_logprobs, logprob_temperature, sampling_params, hooks),
-            *(mask, steering),
+            *(mask, steering, lora_request),
         )
         feed = self._feed(prompts, settings)
         return self._extract(feed, _Progress(feed.num_prompts, use_tqdm))
@@ -519,8 +528,9 @@ class LLM:
         sampling_params: ParamsType,
         use_tqdm: ProgressBar,
         priority: Sequence[int] | None,
+        lora_request: AdapterType,
     ) -> list[RequestOutput]:
-        requests = self._check_all(prompts, sampling_params, priority)
+        requests = self._check_all(prompts, sampling_params, priority, lora_request)
         call = Call()
         try:
             for index, error in enumerate(self._engine.submit(call, requests)):
@@ -535,6 +545,7 @@ class LLM:
         prompts: list[PromptType],
         sampling_params: ParamsType,
         priority: Sequence[int] | None,
+        lora_request: AdapterType,
     ) -> list[ProcessedInput]:
         """Make a request of every prompt, without submitting any."""
         if sampling_params is None:
@@ -543,12 +554,17 @@ class LLM:
         priorities = _one_per_prompt(
             "priority", 0 if priority is None else list(priority), len(prompts)
         )
+        adapters = _one_per_prompt("lora_request", lora_request, len(prompts))
         requests = []
         for index, prompt in enumerate(prompts):
             number, params = str(next(self._request_numbers)), all_params[index]
             try:
                 request = self.llm_engine.input_processor.process(
-                    number, prompt, params, priority=priorities[index]
+                    number,
+                    prompt,
+                    params,
+                    priority=priorities[index],
+                    lora_request=adapters[index],
                 )
             except ValueError as error:
                 raise ValueError(f"prompt {index}: {error}") from error

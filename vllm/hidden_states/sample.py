@@ -22,6 +22,7 @@ from vllm.v1.rows.fields.hidden import HiddenStates
 
 if TYPE_CHECKING:
     from vllm.inputs import Conversation, PromptType
+    from vllm.lora.request import LoRARequest
     from vllm.outputs import CompletionOutput
     from vllm.sampling_params import SamplingParams
     from vllm.steering import SteeringVector
@@ -59,6 +60,8 @@ class ExtractRequest:
     """Vectors to add to the stream; rows are taken after the addition."""
     hooks: Sequence[str] | str | None = None
     """Names of hook points inside layers whose values to keep with each row."""
+    lora_request: LoRARequest | None = None
+    """Adapter of the model for this prompt."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)

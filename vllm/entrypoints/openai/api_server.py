@@ -11,7 +11,9 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from starlette.responses import Response
 
+from vllm import envs
 from vllm.entrypoints.openai import downloads, pages, steering, trl
+from vllm.entrypoints.openai.adapters import make_router
 from vllm.entrypoints.openai.chat import Chat
 from vllm.entrypoints.openai.completion import Completion
 from vllm.entrypoints.openai.errors import EXCEPTION_HANDLERS, ErrorResponse, bad_form
@@ -117,7 +119,10 @@ def build_app(state: ServerState) -> FastAPI:
     )
     app.state.server = state
     paths = ["/openapi.json"]
-    for one in (router, pages.router, downloads.router, steering.router, trl.router):
+    routers = [router, pages.router, downloads.router, steering.router, trl.router]
+    if envs.VLLM_ALLOW_RUNTIME_LORA_UPDATING:
+        routers.append(make_router(state.adapters))
+    for one in routers:
         app.include_router(one)
         paths += [route.path for route in one.routes if isinstance(route, APIRoute)]
     install_limits(app, state.settings, state, paths)
@@ -289,16 +294,18 @@ async def detokenize_ids(
 
 @router.get("/v1/models")
 async def list_models(state: State) -> ModelList:
-    """List the names under which the model is served."""
-    return ModelList(data=[_card(state, name) for name in state.served_model_names])
+    """List the names under which the model is served, and its adapters."""
+    own = [_card(state, name) for name in state.served_model_names]
+    return ModelList(data=own + state.adapters.cards(state.max_model_len))
 
 
 @router.get("/v1/models/{name:path}", responses=_errors(404))
 async def get_model(name: str, state: State) -> ModelCard:
     """Describe the model of one name."""
-    if name not in state.served_model_names:
-        raise unknown_model(name)
-    return _card(state, name)
+    for card in (await list_models(state)).data:
+        if card.id == name:
+            return card
+    raise unknown_model(name)
 
 
 def _card(state: ServerState, name: str) -> ModelCard:

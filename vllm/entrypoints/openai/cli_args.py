@@ -52,6 +52,13 @@ SteeringFiles = Annotated[
         "write each as NAME=PATH",
     ),
 ]
+AdapterFolders = Annotated[
+    Names,
+    require(
+        lambda items: all(re.fullmatch(r"[^={]+=.+|\{.*\}", item) for item in items),
+        "write each as NAME=PATH",
+    ),
+]
 ExistingFile = Annotated[str, require(lambda path: Path(path).is_file(), "there is no such file")]
 PathPrefix = Annotated[
     str,
@@ -157,6 +164,9 @@ class ServerSettings:
     refused."""
     max_steering_mib: Annotated[float, ABOVE_0, FINITE] = 256.0
     """Most MiB of these vectors."""
+    lora_modules: AdapterFolders = field(default_factory=list)
+    """Adapters (LoRA) that requests may name as their model: NAME=PATH for each folder, or
+    {"name": ..., "path": ...}; or one JSON list. Needs enable_lora."""
     request_timeout: Seconds | None = None
     """Time limit of a generation request; after it the request is aborted and gets 504. Default:
     no limit."""

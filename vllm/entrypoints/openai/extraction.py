@@ -31,6 +31,7 @@ from vllm.hidden_states.layer_ids import convention_of
 from vllm.hidden_states.sample import ExtractRequest, FailedSample, HiddenStatesSample
 from vllm.hidden_states.tensor_file import bytes_of, dtype_name, file_parts
 from vllm.inputs import ParsedPrompt
+from vllm.lora.request import LoRARequest
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.steering import SteeringSpec
@@ -98,6 +99,7 @@ class Extraction:
         self.mask_rule = parse_mask_rule(mask) if isinstance(mask, str) else None
         self.steering: Sequence[SteeringSpec] | None = None
         """Vectors to add to the stream of requests that generate nothing."""
+        self.adapter: LoRARequest | None = None
         self._num_inline_bytes = 0
         """Bytes of rows in the reply so far."""
         self._delivery = options.delivery or "auto"
@@ -221,6 +223,7 @@ class Extraction:
             sampling_params=params,
             hooks=options.hooks,
             steering=self.steering if params is None else None,
+            lora_request=self.adapter,
             byte_limit=self._limit,
             priority=self._priority,
         )
@@ -309,6 +312,7 @@ class Extraction:
             more["finish_reason"] = str(output.finish_reason)
         return {
             "model": self._state.model_name,
+            **({} if self.adapter is None else {"adapter": self.adapter.lora_name}),
             "layer_ids": json.dumps(sample.layer_ids),
             "layer_convention": convention_of(sample.layer_ids),
             "num_hidden_layers": str(model.get_total_num_hidden_layers()),

@@ -106,6 +106,7 @@ class Generation(ABC, Generic[BodyT]):
 
     def __init__(self, state: ServerState, body: BodyT, request: Request) -> None:
         state.check_model(body.model)
+        self._adapter = state.adapters.find(body.model)
         client_id = request.headers.get("x-request-id") or body.request_id
         self.id = f"{self.id_prefix}-{client_id or uuid.uuid4().hex[:16]}"
         self.arrival_time = time.time()
@@ -191,6 +192,7 @@ class Generation(ABC, Generic[BodyT]):
             self.state, self.body, self._steering, max_tokens=max_tokens, logprobs=logprobs
         )
         self.extraction.steering = self._params.steering
+        self.extraction.adapter = self._adapter
 
     def _check_path(self, num_choices: int) -> None:
         """Raise ApiError if several choices would write the file at one path, one after another."""
@@ -222,6 +224,7 @@ class Generation(ABC, Generic[BodyT]):
             params,
             arrival_time=self.arrival_time,
             priority=body.priority or 0,
+            lora_request=self._adapter,
         )
 
     async def render(self) -> list[RenderedRequest]:
@@ -374,8 +377,9 @@ class Generation(ABC, Generic[BodyT]):
 
     def in_every_answer(self) -> dict[str, Any]:
         """Return the fields of every reply and every event."""
-        created, model = int(self.arrival_time), self.state.model_name
-        return {"id": self.id, "created": created, "model": model}
+        adapter = self._adapter
+        model = self.state.model_name if adapter is None else adapter.lora_name
+        return {"id": self.id, "created": int(self.arrival_time), "model": model}
 
     def in_every_choice(self, news: News) -> dict[str, Any]:
         """Return the fields of every choice."""

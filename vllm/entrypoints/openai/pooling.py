@@ -24,6 +24,7 @@ from vllm.entrypoints.openai.protocol import (
 from vllm.entrypoints.openai.request_prompts import render, split_prompts
 from vllm.entrypoints.openai.responses import Usage
 from vllm.entrypoints.openai.state import ServerState
+from vllm.hidden_states.sample import ExtractRequest
 from vllm.outputs import ClassificationRequestOutput
 from vllm.v1.engine.pooling import Pooled, PoolingOptions
 
@@ -61,7 +62,11 @@ class PooledAnswer(ABC, Generic[BodyT]):
         """Return the reply. Raises ValueError or ApiError if the request cannot be served, and
         HiddenStatesError if the states of an input are wrong."""
         body = self.body
-        prompts = await self.state.beside_loop(self._request, self._prompts)
+        adapter = self.state.adapters.find(body.model)
+        prompts = [
+            ExtractRequest(prompt, lora_request=adapter)
+            for prompt in await self.state.beside_loop(self._request, self._prompts)
+        ]
         options = self.options(
             truncate_prompt_tokens=body.truncate_prompt_tokens,
             truncation_side=body.truncation_side or "right",

@@ -458,6 +458,24 @@ class SteeringVectorsRequest(Body):
     """Layer ids: i is the stream after i decoder layers."""
 
 
+class UnloadLoRARequest(Body):
+    """Body of POST /v1/unload_lora_adapter."""
+
+    lora_name: str
+    """Name of the adapter."""
+    lora_int_id: Int64 | None = None
+    """Accepted for existing clients, without effect: the name tells the adapter."""
+
+
+class LoadLoRARequest(Body):
+    """Body of POST /v1/load_lora_adapter."""
+
+    lora_name: str
+    """Name by which requests refer to the adapter, as their model."""
+    lora_path: str
+    """Folder on the server's machine."""
+
+
 class PooledBody(ChatFields, PromptFields):
     """Fields that requests for vectors and for classes share."""
 

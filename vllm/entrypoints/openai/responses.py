@@ -389,7 +389,8 @@ class ModelCard(Described):
     created: int
     owned_by: str = "vllm"
     root: str
-    parent: None = None
+    parent: str | None = None
+    """The model that an adapter changes."""
     max_model_len: int
     permission: list[ModelPermission]
 

@@ -257,7 +257,7 @@ class Server:
         store = metrics.store = HiddenStatesStore.from_config(config, self.settings)
         if store is not None:
             await store.adopt_earlier_files()
-        return ServerState(
+        state = ServerState(
             engine=self.engine,
             settings=self.settings,
             served_model_names=served_model_names,
@@ -267,6 +267,8 @@ class Server:
             storage_folder=storage_folder(config, self.settings),
             metrics=metrics,
         )
+        await state.adapters.load_modules(self.settings.lora_modules)
+        return state
 
     def _make_http_server(self, state: ServerState) -> HttpServer:
         from vllm.entrypoints.openai.api_server import build_app

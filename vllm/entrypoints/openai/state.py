@@ -15,6 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connecto
     ExampleHiddenStatesConnector,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_tracker import TRANSFER_PARAMS
+from vllm.entrypoints.openai.adapters import ServedAdapters
 from vllm.entrypoints.openai.errors import ApiError
 from vllm.entrypoints.openai.hidden_states_store import storage_options
 from vllm.entrypoints.openai.row_memory import RowMemory
@@ -53,9 +54,11 @@ class ServerState:
     """Unix time of the start."""
     steering: SteeringStore = field(init=False)
     """Steering vectors by name."""
+    adapters: ServedAdapters = field(init=False)
 
     def __post_init__(self) -> None:
         self.steering = SteeringStore(self.settings, self.engine)
+        self.adapters = ServedAdapters(self.engine, self.served_model_names)
 
     async def beside_loop(
         self, request: Request, function: Callable[..., T], *arguments: object
@@ -66,7 +69,7 @@ class ServerState:
 
     def check_model(self, name: str | None) -> None:
         """Raise ApiError if no such model is served. Requests may leave the name out."""
-        if name and name not in self.served_model_names:
+        if name and name not in self.served_model_names and self.adapters.find(name) is None:
             raise unknown_model(name)
 
     @cached_property

@@ -15,10 +15,11 @@ from vllm.distributed.parallel_state import (
     get_tensor_model_parallel_world_size,
     tensor_model_parallel_all_reduce,
 )
-from vllm.forward_context import current_row_sink
+from vllm.forward_context import current_adapters, current_row_sink
 from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.layer import Layer
 from vllm.model_executor.layers.linear import ReplicatedLinear, ShardId, divide, replicated_linear
+from vllm.model_executor.layers.low_rank import only_rows
 from vllm.model_executor.layers.quantization.at_load import quantise_of_current_config
 from vllm.model_executor.layers.weight import Weight, weight_of
 from vllm.model_executor.layers.weight_share import Run, Share, Stored
@@ -204,6 +205,24 @@ class Experts(Layer):
         }
         return [{leaf: None}, single]
 
+    def share_of(self, param: nn.Parameter, shard_id: ShardId) -> Share:
+        """This rank's share of a tensor of one expert."""
+        assert isinstance(shard_id, tuple)
+        expert, part = shard_id
+        shares = self._down_shares if param is self.down_proj else self._gate_up_shares
+        return replace(shares[part], table=expert)
+
+    @property
+    def _gate_up_shares(self) -> list[Share]:
+        whole, size = (self.whole_size, self.hidden_size), self.size
+        runs = [Run(self.tp_rank * size, size, part * size) for part in range(self.num_inputs)]
+        return [Share(whole, (run,)) for run in runs]
+
+    @property
+    def _down_shares(self) -> list[Share]:
+        whole = Share.of_all(self.hidden_size, self.whole_size)
+        return [replace(whole, columns=(self.tp_rank * self.size, self.size))]
+
     def load_gate_up(
         self,
         param: nn.Parameter,
@@ -211,10 +230,7 @@ class Experts(Layer):
         shard_id: ShardId = None,
     ) -> None:
         """Keep this rank's rows of gate and up, of one expert or of all."""
-        whole, size = (self.whole_size, self.hidden_size), self.size
-        runs = [Run(self.tp_rank * size, size, part * size) for part in range(self.num_inputs)]
-        shares = [Share(whole, (run,)) for run in runs]
-        arrivals = self._arrivals(param, loaded_weight, shard_id, shares)
+        arrivals = self._arrivals(param, loaded_weight, shard_id, self._gate_up_shares)
         if param is self.gate_up_proj:
             weight_of(param).load(arrivals)
             return
@@ -229,9 +245,8 @@ class Experts(Layer):
         shard_id: ShardId = None,
     ) -> None:
         """Keep this rank's columns, of one expert or of all."""
-        whole = Share.of_all(self.hidden_size, self.whole_size)
-        shares = [replace(whole, columns=(self.tp_rank * self.size, self.size))]
-        weight_of(param).load(self._arrivals(param, loaded_weight, shard_id, shares))
+        arrivals = self._arrivals(param, loaded_weight, shard_id, self._down_shares)
+        weight_of(param).load(arrivals)
 
     def _arrivals(
         self,
@@ -266,15 +281,39 @@ class Experts(Layer):
         rows: torch.Tensor | None,
         starts: torch.Tensor,
         out: torch.Tensor,
+        tokens: torch.Tensor,
     ) -> None:
-        """x: [tokens, hidden]; rows, starts: see ``expert_linear``; out: [pairs, hidden]."""
-        if not all(weight_of(each).is_in_rows for each in (self.gate_up_proj, self.down_proj)):
-            self._run_one_by_one(x, rows, starts, out)
+        """x: [tokens, hidden]; rows, starts: see ``expert_linear``; out: [pairs, hidden]; tokens:
+        int64 [pairs], the token of each."""
+        weights = [weight_of(each) for each in (self.gate_up_proj, self.down_proj)]
+        is_adapted = any(each.is_adapted for each in weights) and current_adapters() is not None
+        if not all(each.is_in_rows for each in weights):
+            self._run_one_by_one(x, rows, starts, out, tokens if is_adapted else None)
             return
         gate_up = x.new_empty((len(out), self.num_inputs * self.size))
         expert_linear(x, rows, starts, self.gate_up_proj, self.gate_up_proj_bias, gate_up)
+        if is_adapted:
+            self._adapt(weights[0], x, rows, starts, gate_up, tokens)
         inner = self.activation(gate_up)
         expert_linear(inner, None, starts, self.down_proj, self.down_proj_bias, out)
+        if is_adapted:
+            self._adapt(weights[1], inner, None, starts, out, tokens)
+
+    def _adapt(
+        self,
+        weight: Weight,
+        x: torch.Tensor,
+        rows: torch.Tensor | None,
+        starts: torch.Tensor,
+        out: torch.Tensor,
+        tokens: torch.Tensor,
+    ) -> None:
+        """Add what adapters change in the products of all experts with one of the weights."""
+        for expert, (begin, end) in enumerate(pairwise(starts.tolist())):
+            if begin < end:
+                own = x[begin:end] if rows is None else x[rows[begin:end]]
+                with only_rows(tokens[begin:end]):
+                    weight.adapt(own, out[begin:end], expert)
 
     def _run_one_by_one(
         self,
@@ -282,13 +321,16 @@ class Experts(Layer):
         rows: torch.Tensor | None,
         starts: torch.Tensor,
         out: torch.Tensor,
+        tokens: torch.Tensor | None,
     ) -> None:
-        """Run one expert after another, so what lies between its products stays in the caches."""
+        """Run one expert after another, so what lies between its products stays in the caches.
+
+        tokens: None: no token of the pass has an adapter of an expert.
+        """
         bounds = list(pairwise(starts.tolist()))
         most = max(end - begin for begin, end in bounds)
         gathered = None if rows is None else x.new_empty((most, self.hidden_size))
         wide = x.new_empty((most, self.num_inputs * self.size))
-        gate_up, down = weight_of(self.gate_up_proj), weight_of(self.down_proj)
         for expert, (begin, end) in enumerate(bounds):
             count = end - begin
             if not count:
@@ -296,10 +338,17 @@ class Experts(Layer):
             own = x[begin:end]
             if rows is not None and gathered is not None:
                 own = torch.index_select(x, 0, rows[begin:end], out=gathered[:count])
-            inner = wide[:count]
-            gate_up.multiply_into(own, _of(self.gate_up_proj_bias, expert), inner, expert)
-            bias = _of(self.down_proj_bias, expert)
-            down.multiply_into(self.activation(inner), bias, out[begin:end], expert)
+            if tokens is None:
+                self._run(expert, own, wide[:count], out[begin:end])
+                continue
+            with only_rows(tokens[begin:end]):
+                self._run(expert, own, wide[:count], out[begin:end])
+
+    def _run(self, expert: int, x: torch.Tensor, inner: torch.Tensor, out: torch.Tensor) -> None:
+        bias = _of(self.gate_up_proj_bias, expert)
+        weight_of(self.gate_up_proj).multiply_into(x, bias, inner, expert)
+        bias = _of(self.down_proj_bias, expert)
+        weight_of(self.down_proj).multiply_into(self.activation(inner), bias, out, expert)
 
 
 def _of(biases: torch.Tensor | None, expert: int) -> torch.Tensor | None:
@@ -426,7 +475,8 @@ class FusedMoE(RoutedLayer):
             piece = slice(start, start + self.tokens_at_once)
             exact = x[piece].float()
             read = exact if routed_by is None else routed_by[piece]
-            self._compute(x[piece], exact, read, by_pair, output[piece])
+            with only_rows(piece):
+                self._compute(x[piece], exact, read, by_pair, output[piece])
         return output
 
     def _compute(
@@ -446,10 +496,10 @@ class FusedMoE(RoutedLayer):
             sorted_weights = torch.empty_like(weights).flatten()
             sorted_weights[pairs.places.flatten()] = weights.flatten()
             weighted = (inputs.float()[pairs.tokens] * sorted_weights[:, None]).to(x.dtype)
-            self.experts(weighted, None, pairs.starts, outputs)
+            self.experts(weighted, None, pairs.starts, outputs, pairs.tokens)
             weights = torch.ones_like(weights)
         else:
-            self.experts(inputs, pairs.tokens, pairs.starts, outputs)
+            self.experts(inputs, pairs.tokens, pairs.starts, outputs, pairs.tokens)
             if self.num_identity_experts:  # their pairs come last
                 pair = torch.arange(len(outputs), device=x.device)
                 is_identity = (pair >= pairs.starts[-1])[:, None]

@@ -23,6 +23,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from vllm.forward_context import current_adapters
 from vllm.model_executor.layers.layer import Layer
 from vllm.model_executor.layers.quantization.at_load import Quantise
 from vllm.model_executor.layers.weight_codes import Codes, joined_codes
@@ -83,6 +84,8 @@ class Weight:
         self.quantise, self.keeps_codes = quantise, keeps_codes
         self.stays_in_rows = stays_in_rows
         self.is_finished = False
+        self.is_adapted = False
+        """True if there was an adapter of it (:mod:`vllm.model_executor.layers.low_rank`)."""
         self.fixed_because: str | None = None
         """The reason why it cannot be replaced; None: it can."""
         self._arrives_in_panels = False
@@ -178,13 +181,20 @@ class Weight:
         """Write the same product, with one of the tables, to ``out`` [tokens, m], strided."""
         if self._parts is None:
             linear(x, self._floats(table), bias, out)
-            return
-        for start, end, rows in self._parts[table]:
-            if end - start == self.shape[-2]:
-                rows.multiply_into(x, bias, out)
-            else:
-                added = None if bias is None else bias[start:end]
-                rows.multiply_into(x, added, out[:, start:end])
+        else:
+            for start, end, rows in self._parts[table]:
+                if end - start == self.shape[-2]:
+                    rows.multiply_into(x, bias, out)
+                else:
+                    added = None if bias is None else bias[start:end]
+                    rows.multiply_into(x, added, out[:, start:end])
+        if self.is_adapted:
+            self.adapt(x, out, table)
+
+    def adapt(self, x: torch.Tensor, out: torch.Tensor, table: int = 0) -> None:
+        """Add what adapters change in that product."""
+        if (adapters := current_adapters()) is not None:
+            adapters.add(self, table, x, out)
 
     def look_up(self, rows: torch.Tensor, table: int = 0) -> torch.Tensor:
         """Return rows ``rows``, int64 [k], as floats: a new tensor [k, n]."""

@@ -43,6 +43,7 @@ from vllm.model_executor.models.utils import (
     AutoWeightsLoader,
     CheckpointNames,
     StackedParams,
+    WeightPlace,
     layer_kind,
     make_layers,
     maybe_prefix,
@@ -380,24 +381,13 @@ class DecoderForCausalLM(Layer):
                 if (part := skipped_part(written)) is not None:
                     skipped[part] += 1
                     continue
-                name = self.published_name(self._name_in_own_checkpoint(written))
+                name = self._published(written)
                 is_head = tied and name.startswith(tied) and name.endswith("weight")
                 if is_head:
                     heads.append(tensor)
                 yield name, tensor
 
-        converts = type(self).convert_weight is not DecoderForCausalLM.convert_weight
-        loader = AutoWeightsLoader(
-            self,
-            stacked=self.stacked_in_checkpoint(),
-            renamed=self.names_in_checkpoint(),
-            checkpoint_prefixes=self.checkpoint_prefixes,
-            convert=self.convert_weight if converts else None,
-            floats_are_transposed=self.floats_are_transposed,
-            skip_prefixes=tied,
-            head_prefix=names.spell("lm_head."),
-            lacks_head=self.has_other_head,
-        )
+        loader = self._make_loader(tied, names.spell("lm_head."))
         loaded = loader.load_weights(published())
         log_skipped(skipped)
         if loader.lacks_head:
@@ -407,6 +397,28 @@ class DecoderForCausalLM(Layer):
         if any(map(self._untie, heads)):
             loaded.add("lm_head.weight")
         return loaded
+
+    def _make_loader(
+        self, skip_prefixes: tuple[str, ...] = (), head_prefix: str = ""
+    ) -> AutoWeightsLoader:
+        converts = type(self).convert_weight is not DecoderForCausalLM.convert_weight
+        return AutoWeightsLoader(
+            self,
+            stacked=self.stacked_in_checkpoint(),
+            renamed=self.names_in_checkpoint(),
+            checkpoint_prefixes=self.checkpoint_prefixes,
+            convert=self.convert_weight if converts else None,
+            floats_are_transposed=self.floats_are_transposed,
+            skip_prefixes=skip_prefixes,
+            head_prefix=head_prefix,
+            lacks_head=self.has_other_head,
+        )
+
+    def weight_finder(self) -> Callable[[str], WeightPlace | None]:
+        """Return a function from a tensor's name in a checkpoint to its place; None: it has
+        none."""
+        loader = self._make_loader()
+        return lambda written: loader.find(self._published(written))
 
     def make_skipper(self) -> Callable[[str], str | None]:
         """Return a function that names the skipped part of the checkpoint that has a tensor."""
@@ -424,6 +436,9 @@ class DecoderForCausalLM(Layer):
             return None
 
         return skipped_part
+
+    def _published(self, written: str) -> str:
+        return self.published_name(self._name_in_own_checkpoint(written))
 
     def _name_in_own_checkpoint(self, written: str) -> str:
         """Return the name in this class's own checkpoints, for checkpoints that have the language

@@ -16,6 +16,7 @@ from vllm.forward_context import RowSink
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.model_executor.models.utils import WeightPlace
 
 
 @runtime_checkable
@@ -70,6 +71,19 @@ class MayKeepWeights(Protocol):
 
     why_weights_stay: str | None
     """The reason why :meth:`load_weights` works once only; None: it always works."""
+
+
+@runtime_checkable
+class FindsWeights(Protocol):
+    """Knows where each tensor of a checkpoint belongs, so it takes adapters (LoRA)."""
+
+    floats_are_transposed: ClassVar[bool]
+    """True if float weights of linear layers are stored [inputs, outputs]."""
+
+    def weight_finder(self) -> Callable[[str], WeightPlace | None]:
+        """Return a function from a tensor's name in a checkpoint to its place; None: it has
+        none."""
+        ...
 
 
 @runtime_checkable

@@ -54,7 +54,10 @@ class KimiLinearForCausalLM(HybridForCausalLM):
         return {**self.checkpoint_names, **latent_names(self.config)}
 
     def published_name(self, name: str) -> str:
-        """Rename dense MLPs, for which transformers writes the name of mixtures."""
+        """Rename dense MLPs, for which transformers writes the name of mixtures, and modules that
+        have other names in transformers."""
+        name = name.replace(".forget_gate.", ".")
+        name = name.replace(".mlp.shared_experts.", ".block_sparse_moe.shared_experts.")
         head, found, tail = name.partition(".block_sparse_moe.")
         kinds = dict(enumerate(self.config.mlp_layer_types))
         if not found or kinds.get(number_at_end(head)) != "dense":

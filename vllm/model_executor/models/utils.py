@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -126,6 +127,16 @@ class _Target(NamedTuple):
     shard_id: ShardId
     layout: int
     """Index of the layout of the parameter to which this tensor belongs."""
+
+
+class WeightPlace(NamedTuple):
+    """The place of a checkpoint's tensor in a model."""
+
+    param_name: str
+    param: nn.Parameter
+    shard_id: ShardId
+    convert: Callable[[torch.Tensor], torch.Tensor]
+    """From the checkpoint's layout to the layers'."""
 
 
 Weight = torch.Tensor | PackedWeight | PackedExperts
@@ -267,6 +278,15 @@ class AutoWeightsLoader:
             )
         log_skipped(skipped)
         return {target.param_name for target in self.targets.values()}
+
+    def find(self, written: str) -> WeightPlace | None:
+        """Return the place of a tensor; None: the model has none."""
+        target = self.targets.get(name := self._own_name(written))
+        if target is None:
+            return None
+        convert = self.convert or (lambda _, tensor: tensor)
+        place = (target.param_name, target.param, target.shard_id)
+        return WeightPlace(*place, partial(convert, name))
 
     def _own_name(self, written: str) -> str:
         """Return the parameter's name. transformers adds the base to names and strips it, too, and

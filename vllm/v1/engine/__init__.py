@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from vllm.exceptions import Failure
+from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 from vllm.utils.boundaries import LayerId
 from vllm.v1.outputs import ExtractedRows, LogprobsLists
@@ -135,6 +136,7 @@ class EngineCoreRequest(msgspec.Struct, kw_only=True):
     """[tokens, hidden] in the model's dtype, if the prompt came as embeddings. Its ids are
     ``NO_TOKEN`` then, and the salt identifies its content."""
     extraction: ExtractionSpec | GenerationSpec | None = None
+    lora_request: LoRARequest | None = None
 
 
 class EngineCoreOutput(msgspec.Struct, kw_only=True):

@@ -33,6 +33,7 @@ from vllm.hidden_states.names import Pooling
 from vllm.hidden_states.sample import FailedSample, HiddenStatesError, HiddenStatesSample
 from vllm.inputs import PromptType
 from vllm.logger import init_logger
+from vllm.lora.request import LoRARequest, check_lora_request
 from vllm.outputs import (
     ClassificationRequestOutput,
     CompletionOutput,
@@ -323,6 +324,7 @@ class AsyncLLM(EngineFrontEnd):
         request_id: str,
         *,
         priority: int = 0,
+        lora_request: LoRARequest | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield the outputs of one request as they come; the last has ``finished`` set.
 
@@ -334,7 +336,7 @@ class AsyncLLM(EngineFrontEnd):
         processed = await self.renderer.run(
             len(text) if isinstance(text, str) else 0,
             lambda: self.input_processor.process(
-                request_id, prompt, sampling_params, priority=priority
+                request_id, prompt, sampling_params, priority=priority, lora_request=lora_request
             ),
         )
         async with aclosing(self.run(processed)) as outputs:
@@ -359,12 +361,13 @@ class AsyncLLM(EngineFrontEnd):
         hooks: Sequence[str] | str | None = None,
         mask: str | None = None,
         steering: SteeringVector | Sequence[SteeringVector] | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> AsyncGenerator[HiddenStatesSample | FailedSample, None]:
         """Do what :meth:`vllm.LLM.extract` does, asynchronously; ``prompts`` may be async, too."""
         settings = ExtractionSettings(
             *(layers, positions, dtype, ordered, on_error, max_in_flight, pooling),
             *(add_special_tokens, top_logprobs, logprob_temperature, sampling_params, hooks),
-            *(mask, steering),
+            *(mask, steering, lora_request),
         )
         async with aclosing(self.extract_with(prompts, settings)) as samples:
             async for sample in samples:
@@ -719,6 +722,15 @@ class AsyncLLM(EngineFrontEnd):
     async def is_sleeping(self) -> bool:
         """Return whether memory is freed."""
         return any(await self.collective_rpc("is_sleeping"))
+
+    async def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Load an adapter now. ValueError: it cannot be used."""
+        check_lora_request(lora_request, is_enabled=self.vllm_config.lora_config.enable_lora)
+        return all(await self.collective_rpc("add_lora", args=(lora_request,)))
+
+    async def remove_lora(self, lora_id: int) -> bool:
+        """Free an adapter; requests that chose it keep it. Returns whether it was in memory."""
+        return all(await self.collective_rpc("remove_lora", args=(lora_id,)))
 
     async def reset_prefix_cache(self, *, reset_connector: bool = False) -> None:
         """Forget every cached prefix; with ``reset_connector`` also what the KV connector keeps."""

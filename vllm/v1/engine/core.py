@@ -225,7 +225,16 @@ class EngineCore:
             request.num_layers_to_run = self._deepest_layer
         if request.num_layers_to_run is not None:
             request.num_layers_to_run = max(request.num_layers_to_run, self._least_layers_to_run)
-        self.scheduler.add_request(request)
+        if message.lora_request is None:
+            self.scheduler.add_request(request)
+            return
+        digest = self.executor.choose_adapter(request.request_id, message.lora_request)
+        request.cache_salt = f"{request.cache_salt or ''}\0adapter:{digest}"
+        try:
+            self.scheduler.add_request(request)
+        except BaseException:
+            self.executor.drop_adapter(request.request_id)
+            raise
 
     def _check_steering(self, specs: Sequence[SteeringSpec]) -> None:
         """Raise ValueError if the model cannot add these vectors."""

@@ -32,6 +32,7 @@ from vllm.hidden_states.sample import (
     mean_of_rows,
 )
 from vllm.inputs import PromptType, is_conversation, is_token_sequence
+from vllm.lora.request import LoRARequest
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.steering import steering_specs
@@ -85,6 +86,7 @@ class ExtractionSettings:
     hooks: Sequence[str] | str | None = None
     mask: str | None = None
     steering: Any = None
+    lora_request: LoRARequest | None = None
     byte_limit: ByteLimit | None = None
     truncate_prompt_tokens: int | None = None
     truncation_side: TruncationSide = "left"
@@ -305,6 +307,7 @@ class ExtractionFeed:
             settings.truncation_side,
             () if steering is None else steering_specs(steering),
             settings.priority,
+            settings.lora_request if options.lora_request is None else options.lora_request,
         )
         token_ids = processed.request.prompt_token_ids
         positions = settings.positions if options.positions is None else options.positions

@@ -13,6 +13,7 @@ import msgspec
 from vllm.exceptions import VLLMValidationError
 from vllm.inputs import NO_TOKEN, ParsedPrompt, PromptType, parse_prompt
 from vllm.inputs.prompt_embeds import pack_prompt_embeds
+from vllm.lora.request import LoRARequest, check_lora_request
 from vllm.sampling_params import ALL_LOGPROBS, SamplingParams
 from vllm.steering import SteeringSpec, lens, steering_digest
 from vllm.transformers_utils.tokenizer import (
@@ -58,6 +59,7 @@ class InputProcessor:
         model_config = self._model_config = vllm_config.model_config
         self._tokenizer = tokenizer
         self._no_tokenizer_reason = no_tokenizer_reason
+        self._enable_lora = vllm_config.lora_config.enable_lora
         self._extracts = vllm_config.speculative_config is not None
         self._scheduling_policy = vllm_config.scheduler_config.policy
         self._vocab_size: int = model_config.get_vocab_size()
@@ -75,6 +77,7 @@ class InputProcessor:
         *,
         arrival_time: float | None = None,
         priority: int = 0,
+        lora_request: LoRARequest | None = None,
     ) -> ProcessedInput:
         """Tokenise and check one request. Neither ``prompt`` nor ``params`` is changed.
 
@@ -94,7 +97,9 @@ class InputProcessor:
                 '(speculative_config={"method": "extract_hidden_states", ...})',
                 parameter="max_tokens",
             )
-        processed = self._process(external_id, prompt, params, arrival_time, int(priority))
+        processed = self._process(
+            external_id, prompt, params, arrival_time, int(priority), lora_request=lora_request
+        )
         return self._with_rows_of_lens(processed)
 
     def _with_rows_of_lens(self, processed: ProcessedInput) -> ProcessedInput:
@@ -134,6 +139,7 @@ class InputProcessor:
         side: TruncationSide = "left",
         steering: Sequence[SteeringSpec] = (),
         priority: int = 0,
+        lora_request: LoRARequest | None = None,
     ) -> ProcessedInput:
         """Make a request whose rows are still to be named; without settings it generates no token.
 
@@ -153,6 +159,7 @@ class InputProcessor:
             params,
             priority=priority,
             add_special_tokens=add_special_tokens,
+            lora_request=lora_request,
         )
 
     def _cut(
@@ -187,7 +194,9 @@ class InputProcessor:
         arrival_time: float | None = None,
         priority: int = 0,
         add_special_tokens: bool = True,
+        lora_request: LoRARequest | None = None,
     ) -> ProcessedInput:
+        lora_request = check_lora_request(lora_request, is_enabled=self._enable_lora)
         arrived = time.time() if arrival_time is None else arrival_time
         parsed, embeds = parse_prompt(prompt), b""
         salt = parsed.cache_salt
@@ -221,6 +230,7 @@ class InputProcessor:
             priority=priority,
             cache_salt=salt,
             prompt_embeds=embeds or None,
+            lora_request=lora_request,
         )
         return ProcessedInput(external_id, request, parsed.text)
 

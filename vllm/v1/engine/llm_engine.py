@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from vllm.inputs import PromptType
+from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams
 from vllm.utils.interrupts import hold_interrupts
@@ -52,10 +53,16 @@ class LLMEngine(EngineFrontEnd):
         params: SamplingParams,
         arrival_time: float | None = None,
         priority: int = 0,
+        lora_request: LoRARequest | None = None,
     ) -> str:
         """Check and submit one request; returns its internal id. ValueError: nothing was done."""
         processed = self.input_processor.process(
-            request_id, prompt, params, arrival_time=arrival_time, priority=priority
+            request_id,
+            prompt,
+            params,
+            arrival_time=arrival_time,
+            priority=priority,
+            lora_request=lora_request,
         )
         self.submit(processed)
         return processed.request.request_id

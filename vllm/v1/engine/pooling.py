@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 PoolingTask = Literal["embed", "classify", "token_embed", "token_classify"]
 Pooled = PoolingRequestOutput[PoolingOutput]
-_OWN_OPTIONS = frozenset({"positions", "mask", "add_special_tokens"})
+_OWN_OPTIONS = frozenset({"positions", "mask", "add_special_tokens", "lora_request"})
 
 
 class PromptOptions(TypedDict, total=False):

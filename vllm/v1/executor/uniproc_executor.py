@@ -14,6 +14,7 @@ from vllm.v1.worker.gpu_worker import Worker
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.lora.request import LoRARequest
     from vllm.model_executor.hook_points import HookPoint
 
 
@@ -69,6 +70,15 @@ class UniProcExecutor:
     def not_ready_reason(self) -> str | None:
         """Return why no step can run; None: one can."""
         return self.worker.not_ready_reason
+
+    def choose_adapter(self, request_id: str, lora_request: LoRARequest) -> str:
+        """Load a request's adapter before it begins; returns a digest. ValueError: it cannot be
+        used."""
+        return self.worker.model_runner.adapters.choose(request_id, lora_request)
+
+    def drop_adapter(self, request_id: str) -> None:
+        """Undo :meth:`choose_adapter`, for a request that was refused."""
+        self.worker.model_runner.adapters.take(request_id)
 
     def collective_rpc(self, call: WorkerCall) -> list[Any]:
         """Call a method or a function with every worker; returns their results."""

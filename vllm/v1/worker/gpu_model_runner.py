@@ -71,6 +71,7 @@ from vllm.v1.worker.recorded_steps import (
     record_cuda_graph,
 )
 from vllm.v1.worker.row_extractor import RowExtractor
+from vllm.v1.worker.step_adapters import AdapterStore, adapter_rows
 from vllm.v1.worker.step_sampler import SampledTokens, StepSampler
 from vllm.v1.worker.step_steering import steering_of, vectors_of
 from vllm.v1.worker.worker_connector import WorkerConnector
@@ -100,6 +101,7 @@ class GPUModelRunner:
         self._layers_in_pass: dict[str, CachedLayer] = {}  # for the connector
         self.sampler: StepSampler
         self.model: Any  # an nn.Module with the methods of models.interfaces
+        self.adapters: AdapterStore
         self._onlookers: Onlookers
         self._is_all_ours = False
         self._checked_batches: set[int] = set()
@@ -133,6 +135,7 @@ class GPUModelRunner:
                 self.proposer = ExtractHiddenStatesProposer(
                     self.vllm_config, self.device, self, fields
                 )
+        self.adapters = AdapterStore(self.model, self.vllm_config.lora_config, self.device)
         return_freed_memory()  # weights in the form that they had before they were finished
         self._is_all_ours = is_all_ours(self.model)
         if self._is_all_ours:
@@ -290,6 +293,7 @@ class GPUModelRunner:
     def _update_states(self, scheduled: SchedulerOutput) -> None:
         for req_id in scheduled.finished_req_ids:
             state = self.requests.pop(req_id, None)
+            self.adapters.take(req_id)
             if state is not None and state.rows is not None:
                 self.extractor.end_request(req_id, state.rows)
         for req_id, num_tokens in scheduled.restarted_req_tokens.items():
@@ -317,6 +321,7 @@ class GPUModelRunner:
             )
             vectors = vectors_of(new.sampling_params.steering, self.device)
             self.requests[new.req_id].steering_vectors = vectors
+            self.requests[new.req_id].adapter = self.adapters.take(new.req_id)
         cached = scheduled.scheduled_cached_reqs
         for req_id, block_ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
             if block_ids is None:
@@ -394,6 +399,7 @@ class GPUModelRunner:
             self._layers_in_pass,
             steering_of(batch, self.device),
             None if rotary is None else to_device(rotary, self.device),
+            adapter_rows(batch, self.device),
         )
 
     def _prepare_forward(self, batch: StepBatch, scheduled: SchedulerOutput) -> _Pass:
@@ -473,14 +479,14 @@ class GPUModelRunner:
         return recorded.prepare(batch, self.sampler.fill_in)
 
     def _needs_more(self, batch: StepBatch, scheduled: SchedulerOutput) -> bool:
-        """Return whether a step does more than decode: keep states, hand out rows, steer, or stop
-        early."""
+        """Return whether a step does more than decode: keep states, hand out rows, steer, use
+        adapters, or stop early."""
         keeps_states = any(state.req_id in scheduled.state_snapshots for state in batch.states)
         hands_out_rows = any(state.rows is not None for state in batch.states)
-        is_steered = any(state.steering_vectors for state in batch.states)
+        is_changed = any(state.steering_vectors or state.adapter for state in batch.states)
         has_embeds = any(state.prompt_embeds is not None for state in batch.states)
         is_shorter = scheduled.num_layers_to_run is not None
-        return keeps_states or hands_out_rows or has_embeds or is_steered or is_shorter
+        return keeps_states or hands_out_rows or has_embeds or is_changed or is_shorter
 
     def forward(
         self,

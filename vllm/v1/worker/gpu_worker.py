@@ -8,6 +8,7 @@ import torch
 
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
+from vllm.lora.request import LoRARequest
 from vllm.model_executor.models.interfaces import knows_reference
 from vllm.ops.backends import attention_scratch_bytes
 from vllm.utils.transfers import prepare_pinned_memory
@@ -128,6 +129,15 @@ class Worker:
         """
         self._check_weights_are_here()
         return self._weights.load(weights)
+
+    def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Load an adapter now. ValueError: it cannot be used."""
+        self.model_runner.adapters.load(lora_request)
+        return True
+
+    def remove_lora(self, lora_int_id: int) -> bool:
+        """Free an adapter; requests that chose it keep it. Returns whether it was in memory."""
+        return self.model_runner.adapters.forget(lora_int_id)
 
     def _check_weights_are_here(self) -> None:
         if WEIGHTS in self._asleep:

@@ -20,6 +20,7 @@ from vllm.v1.sample.metadata import LogitEdits, takes_most_likely
 if TYPE_CHECKING:
     import numpy.typing as npt
 
+    from vllm.model_executor.layers.low_rank import Adapter
     from vllm.v1.rows.destinations import CallerTensors
 
 Ints: TypeAlias = "npt.NDArray[np.int64]"
@@ -79,6 +80,7 @@ class RequestState:
         self.tokens = IntVector(prompt_token_ids)
         self.steering_vectors: list[torch.Tensor] = []
         """Vectors of ``sampling_params.steering`` on the device."""
+        self.adapter: Adapter | None = None
         self.rows = rows
         """Rows that the request hands to its caller, if it asked for some."""
         self.block_tables: list[IntVector] = []

@@ -20,6 +20,7 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase, 
 from vllm.model_executor.layers.layer import Layer
 from vllm.model_executor.layers.layernorm import LayerNorm
 from vllm.model_executor.layers.linear import replicated_linear
+from vllm.model_executor.layers.low_rank import only_rows
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 from vllm.ops.attention import write_kv
 from vllm.ops.layout import SequenceLayout
@@ -229,7 +230,8 @@ class Indexer(Layer):
         for start in range(0, request.num_rows, rows_at_once):
             stop = min(start + rows_at_once, request.num_rows)
             rows = slice(request.first_row + start, request.first_row + stop)
-            scores = self._scores(query[rows].float(), x[rows].float(), keys)
+            with only_rows(rows):
+                scores = self._scores(query[rows].float(), x[rows].float(), keys)
             for row, own in enumerate(scores, request.first_position + start):
                 ranked = own[: row + 1].sort(descending=True, stable=True).indices
                 chosen.append(ranked[: self.selection.top_k].sort().values)

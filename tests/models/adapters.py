@@ -1,0 +1,140 @@
+"""Adapters as PEFT writes them, and checkpoints into which they were merged by hand."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from tests.models.checkpoints import save_tokenizer
+from tests.models.oracle import load_reference
+from vllm.lora.request import LoRARequest
+
+
+def write_adapter(
+    folder: Path,
+    checkpoint: Path,
+    seed: int = 0,
+    *,
+    rank: int = 4,
+    alpha: int = 8,
+    ranks: dict[str, int] | None = None,
+    alphas: dict[str, int] | None = None,
+    takes: Callable[[str], bool] = lambda name: True,
+    strength: float = 0.5,
+    with_experts: bool = False,
+    dtype: torch.dtype = torch.float32,
+    **options: Any,
+) -> list[str]:
+    """Write an adapter of all linear modules of a checkpoint's layers; returns their names.
+
+    ranks, alphas: PEFT's patterns. with_experts: also of single experts. options: more entries of
+    the config.
+    """
+    generator, tensors, names = torch.Generator().manual_seed(seed), {}, []
+    model = load_reference(checkpoint)
+    weights = linear_weights(model) | (expert_weights(model) if with_experts else {})
+    for name, weight in weights.items():
+        if not takes(name):
+            continue
+        outputs, inputs = weight.shape
+        own = _value(name, rank, ranks)
+        scale = _scale(own, _value(name, alpha, alphas), bool(options.get("use_rslora")))
+        down = torch.randn(own, inputs, generator=generator) / math.sqrt(inputs)
+        up = torch.randn(outputs, own, generator=generator) * weight.std() * strength
+        up *= math.sqrt(inputs / own) / scale
+        tensors[f"base_model.model.{name}.lora_A.weight"] = down.to(dtype)
+        tensors[f"base_model.model.{name}.lora_B.weight"] = up.to(dtype)
+        names.append(name)
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {
+        "peft_type": "LORA",
+        "r": rank,
+        "lora_alpha": alpha,
+        "target_modules": sorted({name.rpartition(".")[2] for name in names}),
+        "rank_pattern": ranks or {},
+        "alpha_pattern": alphas or {},
+        "bias": "none",
+        "modules_to_save": None,
+        **options,
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "adapter_model.safetensors")
+    return names
+
+
+def linear_weights(model: Any) -> dict[str, torch.Tensor]:
+    """[outputs, inputs] of each linear module that PEFT's ``all-linear`` takes, by its path."""
+    from transformers.pytorch_utils import Conv1D
+
+    found = {}
+    head = model.get_output_embeddings()
+    for name, module in model.named_modules():
+        if module is head or "visual" in name or "vision" in name:
+            continue
+        if isinstance(module, Conv1D):
+            found[name] = module.weight.data.t()
+        elif isinstance(module, torch.nn.Linear):
+            found[name] = module.weight.data
+    return found
+
+
+def expert_weights(model: Any) -> dict[str, torch.Tensor]:
+    """[outputs, inputs] of single experts, named as in checkpoints with a tensor for each."""
+    found = {}
+    for name, module in model.named_modules():
+        tables = dict(module.named_parameters(recurse=False))
+        for leaf, parts in (
+            ("gate_up_proj", ("gate_proj", "up_proj")),
+            ("up_proj", ("up_proj",)),
+            ("down_proj", ("down_proj",)),
+        ):
+            if leaf not in tables or tables[leaf].dim() != 3:
+                continue
+            for expert, table in enumerate(tables[leaf].data):
+                inputs_first = model.config.model_type.startswith("llama4")
+                rows = table.t() if inputs_first else table
+                for part, weight in zip(parts, rows.chunk(len(parts)), strict=True):
+                    found[f"{name}.{expert}.{part}"] = weight
+    return found
+
+
+def write_merged(folder: Path, checkpoint: Path, adapter: Path) -> Path:
+    """Write the checkpoint with ``weight + scale * lora_B @ lora_A`` instead of each weight."""
+    from safetensors.torch import load_file
+
+    model = load_reference(checkpoint)
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    for name, weight in (linear_weights(model) | expert_weights(model)).items():
+        down = tensors.pop(f"base_model.model.{name}.lora_A.weight", None)
+        if down is None:
+            continue
+        up = tensors.pop(f"base_model.model.{name}.lora_B.weight").float()
+        alpha = _value(name, config["lora_alpha"], config["alpha_pattern"])
+        weight += _scale(len(down), alpha, config.get("use_rslora", False)) * (up @ down.float())
+    assert not tensors
+    model.save_pretrained(folder)
+    save_tokenizer(folder)
+    return folder
+
+
+def _scale(rank: int, alpha: int, is_stable: bool) -> float:
+    return alpha / (math.sqrt(rank) if is_stable else rank)
+
+
+def _value(name: str, value: int, patterns: dict[str, int] | None) -> int:
+    for pattern, own in (patterns or {}).items():
+        if re.match(rf"(.*\.)?({pattern})$", name):
+            return own
+    return value
+
+
+def request(folder: Path, number: int = 1) -> LoRARequest:
+    return LoRARequest(folder.name, number, str(folder))

@@ -1,0 +1,1 @@
+"""LoRA: low-rank adapters that requests choose."""

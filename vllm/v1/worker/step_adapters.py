@@ -1,0 +1,78 @@
+"""A worker's adapters: those in memory, and those of the tokens of one step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+
+from vllm.config import LoRAConfig
+from vllm.lora.request import LoRARequest
+from vllm.model_executor.adapters import check_takes_adapters, load_adapter
+from vllm.model_executor.layers.low_rank import Adapter, AdapterRows
+from vllm.v1.worker.input_batch import StepBatch
+
+
+class AdapterStore:
+    """Adapters of one model, the least recently used first."""
+
+    def __init__(self, model: nn.Module, config: LoRAConfig, device: torch.device) -> None:
+        self._model, self._config, self._device = model, config, device
+        self._loaded: dict[LoRARequest, Adapter] = {}
+        self._waiting: dict[str, Adapter] = {}  # of requests that have not begun
+        if config.enable_lora:
+            check_takes_adapters(model)
+
+    def choose(self, request_id: str, lora_request: LoRARequest) -> str:
+        """Load the adapter of a request that will begin; returns the digest of its content.
+
+        ValueError: it cannot be used.
+        """
+        adapter = self.load(lora_request)
+        self._waiting[request_id] = adapter
+        return adapter.digest
+
+    def load(self, lora_request: LoRARequest) -> Adapter:
+        """Load an adapter that is not in memory. ValueError: it cannot be used."""
+        adapter = self._loaded.pop(lora_request, None)
+        if adapter is None:
+            adapter = self._read(lora_request)
+        self._loaded[lora_request] = adapter
+        while len(self._loaded) > self._config.max_loras:  # requests still hold theirs
+            del self._loaded[next(iter(self._loaded))]
+        return adapter
+
+    def _read(self, lora_request: LoRARequest) -> Adapter:
+        path = lora_request.lora_path
+        try:
+            folder = Path(path).expanduser()
+            return load_adapter(self._model, folder, self._config.max_lora_rank, self._device)
+        except (ValueError, OSError) as error:
+            raise ValueError(
+                f"adapter {lora_request.lora_name!r} (lora_path={path!r}): {error}"
+            ) from error
+
+    def forget(self, lora_int_id: int) -> bool:
+        """Free an adapter; requests that chose it keep it. Returns whether it was in memory."""
+        found = [one for one in self._loaded if one.lora_int_id == lora_int_id]
+        for one in found:
+            del self._loaded[one]
+        return bool(found)
+
+    def take(self, request_id: str) -> Adapter | None:
+        """Return the adapter of a request that begins, or ends before it has begun."""
+        return self._waiting.pop(request_id, None)
+
+
+def adapter_rows(batch: StepBatch, device: torch.device) -> AdapterRows | None:
+    """Return the adapters of a step's tokens; None: no token has one."""
+    states = batch.states
+    adapters = list({id(s.adapter): s.adapter for s in states if s.adapter is not None}.values())
+    if not adapters:
+        return None
+    numbers = {id(adapter): number for number, adapter in enumerate(adapters)}
+    of_request = np.array([numbers.get(id(state.adapter), -1) for state in states])
+    index = torch.from_numpy(of_request[batch.request_of_token])
+    return AdapterRows(adapters, index, device)
