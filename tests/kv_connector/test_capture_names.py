@@ -1,4 +1,4 @@
-"""What connectors of trainers import, and what it means in a step, in a connector that uses all."""
+"""The names that connectors of trainers import, in a connector that uses every one of them."""
 
 from __future__ import annotations
 
