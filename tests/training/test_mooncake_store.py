@@ -104,7 +104,7 @@ def test_a_store_that_is_gone_fails_samples_alone() -> None:
 
 def test_connecting(monkeypatch: pytest.MonkeyPatch, client: StoreDouble) -> None:
     monkeypatch.setitem(sys.modules, "mooncake", None)
-    with pytest.raises(ImportError, match=r"pip install 'vllm\[mooncake\]'"):
+    with pytest.raises(ImportError, match=r"pip install '\.\[mooncake\]'"):
         MooncakeStore.connect()
     setups: list[dict[str, Any]] = []
 

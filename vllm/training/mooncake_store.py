@@ -77,8 +77,8 @@ class MooncakeStore:
             from mooncake.store import MooncakeDistributedStore, ReplicateConfig
         except ImportError as error:
             raise ImportError(
-                f"a Mooncake store needs its client ({error}): pip install 'vllm[mooncake]', or "
-                "mooncake-transfer-engine-cuda13 for CUDA 13"
+                f"a Mooncake store needs its client ({error}): pip install '.[mooncake]' in the "
+                "source tree, or mooncake-transfer-engine-cuda13 for CUDA 13"
             ) from error
         if unknown := setup.keys() - _SETUP.keys():
             raise ValueError(f"{sorted(unknown)}: options are {', '.join(_SETUP)}")
