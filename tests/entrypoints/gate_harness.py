@@ -9,12 +9,13 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import StreamingResponse
 
+from vllm.entrypoints.openai.adapters import ServedAdapters
 from vllm.entrypoints.openai.cli_args import ServerSettings
 from vllm.entrypoints.openai.http_protocol import limited_protocol
 from vllm.entrypoints.openai.limits import install_limits
@@ -39,12 +40,15 @@ class GateState:
     storage_folder: str | None = None
     metrics: ServerMetrics = field(init=False)
     model_name: str = field(init=False)
+    adapters: ServedAdapters = field(init=False)
+    max_model_len: int = 64
     received: list[int] = field(default_factory=list)
     """Bytes of each body that an endpoint read to its end."""
     cancelled: int = 0
 
     def __post_init__(self) -> None:
         self.model_name = self.served_model_names[0]
+        self.adapters = ServedAdapters(cast("Any", None), self.served_model_names)
         self.metrics = ServerMetrics(lambda: self.stats, self.model_name)
 
 

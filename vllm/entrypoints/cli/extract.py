@@ -19,7 +19,6 @@ _MOST_USED = {
     "--input FILE ...": "files or folders of prompts: JSONL, JSON, Parquet, Arrow, text",
     "--layers IDS": 'layers such as "2,12,last", ":" (all) or "eagle3"; 0 is the embedding',
     "--output FOLDER": "folder of the dataset; the same command resumes it",
-    "--stream PATH": "publish to a trainer on this machine instead of storing",
     "--positions WHICH": "tokens whose rows are kept: all, last, every:K or mask",
     "--pooling HOW": "one row for each sample: mean or last",
     "--format FORMAT": "sharded, files, or the layout of another program, such as speculators",

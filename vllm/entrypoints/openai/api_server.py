@@ -302,7 +302,9 @@ async def list_models(state: State) -> ModelList:
 @router.get("/v1/models/{name:path}", responses=_errors(404))
 async def get_model(name: str, state: State) -> ModelCard:
     """Describe the model of one name."""
-    for card in (await list_models(state)).data:
+    if name in state.served_model_names:
+        return _card(state, name)
+    for card in state.adapters.cards(state.max_model_len):
         if card.id == name:
             return card
     raise unknown_model(name)
