@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.engine.harness import core_of, engine, extraction_config, greedy, random_prompts
 from tests.engine.worker_extension import count_parameters, device_of
+from tests.grids import at_night
 from tests.models.checkpoints import make_checkpoint
 from vllm import LLM, AsyncEngineArgs, AsyncLLM
 from vllm.hidden_states import HiddenStatesSample
@@ -22,7 +23,10 @@ from vllm.hidden_states import HiddenStatesSample
 Checkpoint = Callable[..., Path]
 PROMPTS = random_prompts(61, [5, 40, 17])
 EXTENSION = "tests.engine.worker_extension.Extension"
-FAMILIES = ["llama", "qwen3_5", "mixtral", "deepseek_v3", "nemotron_h", "gpt2", "rwkv"]
+FAMILIES = [
+    *("llama", "qwen3_5", "mixtral"),
+    *map(at_night, ["deepseek_v3", "nemotron_h", "gpt2", "rwkv"]),
+]
 
 
 @pytest.fixture(scope="module")
