@@ -136,7 +136,7 @@ def test_the_proposer_for_runners_of_others(checkpoint: Checkpoint, tmp_path: Pa
             assert torch.equal(rows[slot // per_block, slot % per_block], expected)
         with pytest.raises(ValueError, match=r"1 layers, not the 2 of \[2, 0\]"):
             proposer.propose(sampled, streams[:1], metadata)
-        with pytest.raises(ValueError, match="no group with 'extract_hidden_states'"):
+        with pytest.raises(ValueError, match=r"no group with 'cache_only_layers\.4'"):
             proposer.validate_same_kv_cache_group(SimpleNamespace(kv_cache_groups=[]))
         assert proposer.dummy_run(8) is None
 

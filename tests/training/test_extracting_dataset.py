@@ -299,7 +299,7 @@ def test_workers_of_a_loader_are_refused(arguments: AsyncEngineArgs) -> None:
         ({"cache_bytes": 1.5}, "cache_bytes=1.5"),
         ({"on_error": "yield"}, "on_error='yield'"),
         ({"columns": {"a": [1]}}, r"columns\['a'\]: 1 values for 7 prompts"),
-        ({"top_logprobs": -1}, "top_logprobs"),
+        ({"top_logprobs": -2}, "top_logprobs"),
         ({"cache": "x", "sampling_params": greedy(2)}, "cache: not together"),
     ],
 )
