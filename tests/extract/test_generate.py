@@ -13,6 +13,7 @@ import torch
 
 from tests.engine.harness import engine
 from tests.extract.job_harness import digests, write_jsonl
+from tests.grids import at_night
 from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.cli.main import main
@@ -135,7 +136,7 @@ def check_columns(sample: HiddenStatesSample, answer: str, record: Any) -> None:
         assert columns["text"] == record["text"] + answer
 
 
-@pytest.mark.parametrize("form", ["sharded", "files"])
+@pytest.mark.parametrize("form", ["sharded", at_night("files")])
 def test_any_worker_and_a_second_run_make_the_same_bytes(
     form: str, checkpoint: Checkpoint, data: Path, tmp_path: Path
 ) -> None:

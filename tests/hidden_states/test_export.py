@@ -20,6 +20,7 @@ import pyarrow as pa
 import pytest
 import torch
 
+from tests.grids import at_night
 from tests.hidden_states.sample_data import folder_bytes
 from vllm.entrypoints.cli.hidden_states import hidden_states
 from vllm.hidden_states import HiddenStatesDataset
@@ -405,7 +406,7 @@ def test_a_disk_that_takes_no_more(tmp_path: Path, fmt: str) -> None:
     assert folder_bytes(output) == folder_bytes(tmp_path / "c")
 
 
-@pytest.mark.parametrize("fmt", ["modelopt", "huggingface"])
+@pytest.mark.parametrize("fmt", ["huggingface", at_night("modelopt")])
 def test_killed_and_continued(tmp_path: Path, fmt: str) -> None:
     path = make_dataset(tmp_path / "a", lengths=[50] * 200, hidden_size=500)
     output, expected = tmp_path / "b", tmp_path / "c"
@@ -426,7 +427,9 @@ def test_killed_and_continued(tmp_path: Path, fmt: str) -> None:
     assert folder_bytes(output) == folder_bytes(expected)
 
 
-@pytest.mark.parametrize("fmt", ["modelopt", "numpy", "huggingface", "webdataset"])
+@pytest.mark.parametrize(
+    "fmt", ["modelopt", *map(at_night, ["numpy", "huggingface", "webdataset"])]
+)
 def test_memory_does_not_grow_with_the_dataset(tmp_path: Path, fmt: str) -> None:
     peaks = []
     for number in (40, 400):

@@ -76,7 +76,9 @@ def difference(one: torch.Tensor, other: torch.Tensor) -> float:
 
 
 @pytest.mark.skipif(source_of("cpu").name == "plain", reason="one layout only")
-@pytest.mark.parametrize("family", ["qwen3_5", "nemotron_h"])
+@pytest.mark.parametrize(
+    "family", ["qwen3_5", pytest.param("nemotron_h", marks=pytest.mark.exhaustive)]
+)
 @pytest.mark.parametrize(
     ("connector", "isa"),
     [
