@@ -143,8 +143,8 @@ class UnitWriter(ABC):
     @classmethod
     def default_layers(cls, num_hidden_layers: int) -> Sequence[LayerId]:
         """Return the layers that ``vllm extract`` stores if none are named. Raises ValueError if
-        the model has too few layers."""
-        raise NotImplementedError
+        the format has no such layers, or the model too few."""
+        raise ValueError("layers: this format has no usual ones; name some, such as 2,12,last")
 
     @classmethod
     def stored_dtype(cls, dtype: str) -> str:
