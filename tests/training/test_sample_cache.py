@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.harness import random_prompts
+from tests.engine.harness import greedy, random_prompts
 from tests.training.test_extracting_dataset import LAYERS, PROMPTS, indices
-from vllm import AsyncEngineArgs
-from vllm.hidden_states import HiddenStatesSample
+from vllm import AsyncEngineArgs, SamplingParams
+from vllm.hidden_states import ExtractRequest, HiddenStatesSample
 from vllm.training import ExtractingDataset
 from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -113,6 +115,47 @@ def test_the_limit_counts_everything_in_the_folder(
         same(list(dataset), first)
         assert computed.take() == 8 - (len(files(tmp_path)) - 1)
         assert indices(dataset) == list(range(8))
+
+
+def test_a_tokenizer_that_changes_makes_other_samples(
+    checkpoint: Checkpoint, tmp_path: Path, computed: Computed
+) -> None:
+    """Texts are stored by what they say, so their tokens are part of what they stand for."""
+    model = shutil.copytree(checkpoint("mixtral"), tmp_path / "model")
+    options = {"cache": str(tmp_path / "cache")}
+    args = AsyncEngineArgs(str(model), max_model_len=128, kv_cache_memory_bytes=2**24)
+    with ExtractingDataset(args, ["some text", "other"], LAYERS, **options) as dataset:
+        first = list(dataset)
+    path = model / "tokenizer.json"
+    stated = json.loads(path.read_text())
+    vocabulary = stated["model"]["vocab"]
+    a, b = first[0].token_ids[-2:].tolist()
+    names = {number: token for token, number in vocabulary.items()}
+    vocabulary[names[a]], vocabulary[names[b]] = b, a
+    path.write_text(json.dumps(stated))
+    assert computed.take() == 2
+    with ExtractingDataset(args, ["some text", "other"], LAYERS, **options) as dataset:
+        second = list(dataset)
+    assert computed.take() == 2
+    assert not torch.equal(first[0].token_ids, second[0].token_ids)
+
+
+def test_samples_that_may_differ_each_time_are_not_stored(
+    arguments: AsyncEngineArgs, tmp_path: Path, computed: Computed
+) -> None:
+    requests = [PROMPTS[0], ExtractRequest(PROMPTS[1], sampling_params=greedy(2))]
+    with ExtractingDataset(arguments, requests, LAYERS, cache=str(tmp_path)) as dataset:
+        for count in (2, 1):
+            lengths = [len(sample.token_ids) for sample in dataset]
+            assert lengths == [len(one["prompt_token_ids"]) for one in PROMPTS[:1]] + [35]
+            assert computed.take() == count
+    assert len(files(tmp_path)) == 1
+    several = [ExtractRequest(PROMPTS[1], sampling_params=SamplingParams(n=2))]
+    with (
+        ExtractingDataset(arguments, several, LAYERS) as dataset,
+        pytest.raises(ValueError, match="sampling_params: n=2"),
+    ):
+        list(dataset)
 
 
 def test_a_full_disk_ends_the_storing_only(

@@ -13,13 +13,19 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from vllm.config.identity import value_identity
 from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.hidden_states.sample import FailedSample, HiddenStatesError, HiddenStatesSample
+from vllm.hidden_states.sample import (
+    ExtractRequest,
+    FailedSample,
+    HiddenStatesError,
+    HiddenStatesSample,
+)
 from vllm.logger import init_logger
 from vllm.ops.sources import kernels_of
 from vllm.training.background_engine import BackgroundEngine, Item
 from vllm.training.order import epoch_order
 from vllm.training.sample_cache import SampleCache, digest_of
-from vllm.v1.engine.extraction import ExtractionSettings
+from vllm.transformers_utils.tokenizer import stated_in_full
+from vllm.v1.engine.extraction_settings import ExtractionSettings
 
 if TYPE_CHECKING:
     from vllm.hidden_states.layer_ids import Layers
@@ -108,8 +114,8 @@ class ExtractingDataset(IterableDataset[Any]):
         for name, value in (("prefetch_bytes", prefetch_bytes), ("cache_bytes", cache_bytes)):
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name}={value!r}: has to be a whole number of at least 1")
-        if sampling_params is not None and sampling_params.n != 1:
-            raise ValueError(f"sampling_params: n={sampling_params.n}, but n has to be 1 here")
+        if sampling_params is not None:
+            _check_one_text(sampling_params)
         if cache is not None and sampling_params is not None:
             raise ValueError("cache: not together with sampling_params; each epoch generates anew")
         self._prefetch_bytes = prefetch_bytes
@@ -227,7 +233,7 @@ class ExtractingDataset(IterableDataset[Any]):
             for index in order:
                 request = self._prompt(index)
                 stored = None
-                if cache is not None:
+                if cache is not None and _may_be_stored(request):
                     digest = digest_of(request)
                     stored = await asyncio.to_thread(cache.read, index, digest)
                     if stored is None:
@@ -248,21 +254,38 @@ class ExtractingDataset(IterableDataset[Any]):
     def _prompt(self, index: int) -> Any:
         """Return a prompt. RuntimeError: reading it raised what would end the event loop."""
         try:
-            return self._prompts[index]
+            request = self._prompts[index]
         except BaseException as error:
             is_told = isinstance(error, Exception)
             if is_told and not isinstance(error, StopIteration | StopAsyncIteration):
                 raise
             raise RuntimeError(f"prompts[{index}] raised {error!r}") from error
+        if isinstance(request, ExtractRequest) and request.sampling_params is not None:
+            _check_one_text(request.sampling_params)
+        return request
 
     def _open_cache(self, engine: BackgroundEngine) -> SampleCache | None:
         if self._cache_folder is None or self._cache is not None:
             return self._cache
         config = engine.llm.vllm_config
         values = value_identity(config, kernels_of(config.device_config.device_type))
-        identity = digest_of((values, dataclasses.astuple(self._settings)))
+        tokenizer = engine.llm.tokenizer
+        text_rules = "" if tokenizer is None else stated_in_full(tokenizer)
+        identity = digest_of((values, text_rules, dataclasses.astuple(self._settings)))
         self._cache = SampleCache(self._cache_folder, identity, self._cache_bytes, self._world_size)
         return self._cache
+
+
+def _check_one_text(params: SamplingParams) -> None:
+    if params.n != 1:
+        raise ValueError(f"sampling_params: n={params.n}, but n has to be 1 here")
+
+
+def _may_be_stored(request: object) -> bool:
+    """Return False for requests that generate, and those whose adapter's files may change."""
+    if not isinstance(request, ExtractRequest):
+        return True
+    return request.sampling_params is None and request.lora_request is None
 
 
 def _checked_columns(columns: Mapping[str, Sequence[Any]], count: int) -> dict[str, Sequence[Any]]:

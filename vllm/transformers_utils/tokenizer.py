@@ -213,3 +213,9 @@ def make_decoder(
         return "".join([*pieces, decode(run)])
 
     return decode_without_spaces
+
+
+def stated_in_full(tokenizer: Any) -> str:
+    """Return a text that differs if texts may have other tokens, or chats another rendering."""
+    known = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else tokenizer.get_vocab()
+    return json.dumps([known, tokenizer.chat_template], sort_keys=True, default=str)

@@ -24,7 +24,7 @@ from vllm.logger import init_logger
 from vllm.ops.sources import kernels_of
 from vllm.transformers_utils.answer_masks import MaskRule
 from vllm.transformers_utils.chat_template import load_chat_template
-from vllm.transformers_utils.tokenizer import load_tokenizer
+from vllm.transformers_utils.tokenizer import load_tokenizer, stated_in_full
 from vllm.utils.boundaries import LayerId
 from vllm.utils.checked import refuse_unless
 from vllm.v1.rows.fields import BUILT_IN, StoredNames
@@ -182,7 +182,7 @@ class Resolved:
                 model_facts.config_value(model.hf_config, ("_commit_hash",)) or model.revision or ""
             ),
             config_digest=self._identity["config"],
-            tokenizer_digest=_tokenizer_digest(self._tokenizer[0]),
+            tokenizer_digest=self._tokenizer_digest,
             options=self._other_options(),
             convention=convention_of(self.layer_ids),
         )
@@ -223,6 +223,11 @@ class Resolved:
         points = hooks_of(self._make_config())
         return {name: points.find(name) for name in names}
 
+    @property
+    def _tokenizer_digest(self) -> str:
+        tokenizer = self._tokenizer[0]
+        return "" if tokenizer is None else checksum(stated_in_full(tokenizer).encode())
+
     @cached_property
     def _identity(self) -> dict[str, Any]:
         config = self.vllm_config
@@ -251,11 +256,3 @@ class Resolved:
             for name, value in values.items()
             if name not in _NOT_STATED or value != _NOT_STATED[name]
         }
-
-
-def _tokenizer_digest(tokenizer: Any) -> str:
-    if tokenizer is None:
-        return ""
-    known = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else tokenizer.get_vocab()
-    stated = json.dumps([known, tokenizer.chat_template], sort_keys=True, default=str)
-    return checksum(stated.encode())
