@@ -13,7 +13,7 @@ import torch
 from tests.engine.harness import engine, random_prompts
 from vllm import AsyncEngineArgs, AsyncLLM
 from vllm.hidden_states import ExtractRequest
-from vllm.v1.engine.extraction import ExtractionSettings
+from vllm.v1.engine.extraction_settings import ExtractionSettings
 
 PROMPTS = random_prompts(74, [150, 90, 120, 33, 140, 75, 1, 130])
 ASKED: list[dict[str, Any]] = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -143,6 +144,48 @@ def test_what_does_not_fit_changes_nothing(
             with pytest.raises(ValueError, match=message):
                 llm.update_weights(bad)  # type: ignore[arg-type]
             assert is_same(answer(llm), before)
+
+
+def test_names_are_compared_by_what_they_stand_for(
+    checkpoint: Checkpoint, other: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Names without a base, a tied head left out or added, a tower that the model does not read."""
+    second = weights_in(other("llama"))
+    bare = {name.removeprefix("model."): tensor for name, tensor in second.items()}
+    with engine(other("llama")) as llm:
+        fresh = answer(llm)
+    with engine(checkpoint("llama")) as llm:
+        before = answer(llm)
+        name = "layers.1.mlp.down_proj.weight"
+        with pytest.raises(ValueError, match=rf"'{name}' has the shape"):
+            llm.update_weights({name: bare[name][:-1]})
+        with pytest.raises(ValueError, match="are the same weight of the model"):
+            llm.update_weights({name: bare[name], f"model.{name}": bare[name]})
+        assert is_same(answer(llm), before)
+        llm.update_weights(bare)
+        assert is_same(answer(llm), fresh)
+    tied = make_checkpoint(tmp_path / "tied", "llama", tie_word_embeddings=True)
+    stated = weights_in(tied)
+    assert "lm_head.weight" not in stated
+    twice = shutil.copytree(tied, tmp_path / "twice")
+    head = {"lm_head.weight": stated["model.embed_tokens.weight"].clone()}
+    save_file({**stated, **head}, twice / "model.safetensors")
+    for first, second_folder in ((tied, twice), (twice, tied)):
+        with engine(first) as llm:
+            before = answer(llm)
+            llm.update_weights(second_folder)
+            assert is_same(answer(llm), before)
+    family = "qwen3_5_vl"
+    with engine(other(family)) as llm:
+        fresh = answer(llm)
+    text = shutil.copytree(other(family), tmp_path / "text")
+    tensors = weights_in(other(family))
+    kept = {name: one for name, one in tensors.items() if "visual" not in name}
+    assert len(kept) < len(tensors)
+    save_file(kept, text / "model.safetensors")
+    with engine(checkpoint(family)) as llm:
+        llm.update_weights(text)
+        assert is_same(answer(llm), fresh)
 
 
 def test_after_a_failure_in_the_middle_requests_are_refused(
@@ -289,6 +332,14 @@ def test_in_another_process(checkpoint: Checkpoint, other: Callable[[str], Path]
                 for name, tensor in weights_in(second).items():
                     await load({name: tensor})
             assert is_same(await waiting, expected[1])
+            async with llm.paused():
+                waiting = asyncio.create_task(extract(llm))
+                await asyncio.sleep(0.05)
+            async with llm.weight_update() as load:  # begins before the waiting task goes on
+                await load(dict(list(weights_in(first).items())[::2]))
+                await asyncio.sleep(0.05)
+                await load(weights_in(first))
+            assert is_same(await waiting, expected[0])
             long = asyncio.create_task(generate(llm))
             await asyncio.sleep(0.1)
             await llm.update_weights(first, mode="abort")
@@ -303,6 +354,8 @@ def test_in_another_process(checkpoint: Checkpoint, other: Callable[[str], Path]
             assert await llm.apply_model(count_parameters) != [0]
             with pytest.raises(RuntimeError, match="KeyError: 'on purpose'"):
                 await llm.collective_rpc("fail", args=("other",))
+            with pytest.raises(ValueError, match="cannot be sent to the engine's process"):
+                await llm.collective_rpc(lambda worker: worker)
             with pytest.raises(ValueError, match="on purpose"):
                 await llm.collective_rpc("fail", args=("value",))
             await llm.sleep(2)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import inspect
 import itertools
-import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, TypeVar, Unpack, overload
 
 from tqdm import tqdm
@@ -30,8 +29,8 @@ from vllm.transformers_utils.chat_template import (
 )
 from vllm.transformers_utils.pooling_config import VectorPooling
 from vllm.transformers_utils.tokenizer import TokenizerLike
-from vllm.v1.engine.core_messages import WorkerCall
-from vllm.v1.engine.extraction import ExtractionFeed, ExtractionSettings, OnError
+from vllm.v1.engine.extraction import ExtractionFeed
+from vllm.v1.engine.extraction_settings import ExtractionSettings, OnError
 from vllm.v1.engine.input_processor import ProcessedInput
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.engine.pooling import (
@@ -42,11 +41,10 @@ from vllm.v1.engine.pooling import (
     stacked,
 )
 from vllm.v1.engine.shared_engine import Call, SharedEngine
-from vllm.v1.engine.worker_calls import Result, Weights, call_with_model
+from vllm.v1.engine.worker_calls import WorkerCalls
 
 if TYPE_CHECKING:
     import torch
-    from torch import nn
 
 T = TypeVar("T")
 InitT = TypeVar("InitT", bound=Callable[..., None])
@@ -67,7 +65,7 @@ def _with_engine_options(init: InitT) -> InitT:
     return init
 
 
-class LLM:
+class LLM(WorkerCalls):
     """A model with its engine, in this process.
 
     Args:
@@ -443,71 +441,6 @@ class LLM:
     def get_default_sampling_params(self) -> SamplingParams:
         """Return the settings in the model's generation_config.json."""
         return SamplingParams.from_optional(**self.model_config.get_diff_sampling_param())
-
-    def reset_prefix_cache(self, *, reset_connector: bool = False) -> bool:
-        """Forget every cached prefix; with ``reset_connector``, also those of the KV connector.
-
-        Returns False if that was not possible.
-        """
-        return self._engine.reset_prefix_cache(reset_connector=reset_connector)
-
-    def collective_rpc(
-        self,
-        method: str | Callable[..., Result],
-        timeout: float | None = None,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> list[Result]:
-        """Call a method of every worker between two steps, and return their results.
-
-        method: its name (see ``worker_extension_cls``), or a function that gets the worker first.
-        timeout: without effect, because the worker runs in this thread.
-        """
-        return self._engine.collective_rpc(WorkerCall(method, args, kwargs or {}))
-
-    def apply_model(self, func: Callable[[nn.Module], Result]) -> list[Result]:
-        """Call a function with the model of every worker, and return their results."""
-        return self.collective_rpc(call_with_model, args=(func,))
-
-    @contextmanager
-    def weight_update(self) -> Iterator[Callable[[Weights], list[str]]]:
-        """Let weights be replaced inside the block, by calls of what it yields.
-
-        Requests under way are completed first, and none begins inside the block, so no request has
-        rows of old and of new weights. At the end all prefixes are forgotten.
-        """
-        with self._engine.paused():
-            try:
-                yield lambda weights: self.collective_rpc("update_weights", args=(weights,))[0]
-            finally:
-                self.reset_prefix_cache(reset_connector=True)
-
-    def update_weights(self, weights: str | os.PathLike[str] | Weights) -> None:
-        """Replace weights by those of a folder, or by tensors named as in the checkpoint.
-
-        A folder has to hold a whole checkpoint of the same sizes. ValueError: weights do not fit,
-        or cannot be replaced; shapes are compared before anything changes. If a replacement fails
-        in the middle, requests are refused until a whole checkpoint was loaded.
-        """
-        with self.weight_update() as load:
-            if isinstance(weights, str | os.PathLike):
-                self.collective_rpc("reload_weights", args=(os.fspath(weights),))
-            else:
-                load(weights)
-
-    def sleep(self, level: int = 1) -> None:
-        """Free the memory of the pool and, on a device, of the weights, after all requests ended.
-
-        level: 1 keeps the weights in host memory; 2 discards them, so that after
-        :meth:`wake_up` a whole checkpoint has to come by :meth:`update_weights`.
-        """
-        with self._engine.paused():
-            self.collective_rpc("sleep", args=(level,))
-            self.reset_prefix_cache()
-
-    def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Allocate what :meth:`sleep` freed. tags: only ``"weights"`` or ``"kv_cache"``."""
-        self.collective_rpc("wake_up", args=(tags,))
 
     def shutdown(self) -> None:
         """Free the engine: threads, memory, files. It may be called again.

@@ -38,13 +38,13 @@ from vllm.steering import SteeringSpec
 from vllm.transformers_utils.answer_masks import parse_mask_rule
 from vllm.utils.text import brief, safe_name
 from vllm.utils.whole_files import temporary_path
-from vllm.v1.engine.extraction import ByteLimit, ExtractionSettings
+from vllm.v1.engine.extraction_settings import ByteLimit, ExtractionSettings
 from vllm.v1.rows.fields import StoredNames
 from vllm.version import __version__
 
 if TYPE_CHECKING:
     from vllm.entrypoints.openai.cli_args import ServerSettings
-    from vllm.v1.engine.async_llm import UndeliveredFiles
+    from vllm.v1.engine.request_stream import UndeliveredFiles
 
 _MEDIA_TYPE = "application/octet-stream"
 _STREAM = 'hidden_states.delivery="safetensors"'

@@ -24,7 +24,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vllm.entrypoints.openai.errors import STATUS_CLIENT_GONE, ApiError
 from vllm.entrypoints.openai.http_protocol import connection_of
-from vllm.v1.engine.async_llm import UndeliveredFiles
+from vllm.v1.engine.request_stream import UndeliveredFiles
 
 if TYPE_CHECKING:
     from vllm.entrypoints.openai.cli_args import ServerSettings

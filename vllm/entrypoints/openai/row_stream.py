@@ -26,7 +26,7 @@ from vllm.exceptions import FailureError
 from vllm.hidden_states.sample import HiddenStatesSample
 from vllm.hidden_states.tensor_file import bytes_of, checksums_of, file_header
 from vllm.logger import init_logger
-from vllm.v1.engine.async_llm import Parts
+from vllm.v1.engine.async_extraction import Parts
 from vllm.v1.outputs import ExtractedRows
 from vllm.v1.rows.fields.layout import TensorForm
 

@@ -38,7 +38,7 @@ from vllm.hidden_states.names import MOST_LOGPROBS
 from vllm.hidden_states.sample import ExtractRequest, HiddenStatesSample
 from vllm.outputs import RequestOutput, SampleLogprobs
 from vllm.sampling_params import SamplingParams
-from vllm.v1.engine.extraction import ExtractionSettings
+from vllm.v1.engine.extraction_settings import ExtractionSettings
 
 router = APIRouter(include_in_schema=False)
 

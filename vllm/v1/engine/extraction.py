@@ -8,33 +8,29 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from numbers import Integral
 from operator import length_hint
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import msgspec
 import torch
 
 from vllm.exceptions import Failure, FailureKind
 from vllm.hidden_states.layer_ids import Layers, layer_items, resolve_layer_ids
-from vllm.hidden_states.names import MOST_LOGPROBS, Pooling
 from vllm.hidden_states.positions import as_mask, resolve_positions
 from vllm.hidden_states.sample import (
     ExtractRequest,
     FailedSample,
     HiddenStatesError,
     HiddenStatesSample,
-    check_pooling,
     in_dtype,
     mean_of_rows,
 )
 from vllm.inputs import PromptType, is_conversation, is_token_sequence
-from vllm.lora.request import LoRARequest
 from vllm.outputs import CompletionOutput, RequestOutput
-from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.sampling_params import RequestOutputKind
 from vllm.steering import steering_specs
 from vllm.transformers_utils.answer_masks import parse_mask_rule
 from vllm.transformers_utils.answer_spans import render_masked
@@ -43,75 +39,25 @@ from vllm.utils.boundaries import LayerId
 from vllm.utils.mem_utils import format_bytes
 from vllm.utils.text import brief
 from vllm.v1.engine import ExtractionSpec, GenerationSpec
+from vllm.v1.engine.extraction_settings import (
+    ExtractionSettings,
+    check_logprobs,
+    storage_dtype,
+)
 from vllm.v1.engine.generated_rows import RowsOfText
-from vllm.v1.engine.input_processor import InputProcessor, ProcessedInput, TruncationSide
+from vllm.v1.engine.input_processor import InputProcessor, ProcessedInput
 from vllm.v1.outputs import ExtractedRows
 from vllm.v1.rows.fields.activations import checked_hooks
 from vllm.v1.rows.fields.hidden import STORAGE_DTYPES, HiddenStates
 from vllm.v1.rows.fields.layout import RowLayout, TensorForm
-from vllm.v1.rows.fields.requested import ALL_LOGPROBS, requested_fields
+from vllm.v1.rows.fields.requested import requested_fields
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-OnError = Literal["raise", "yield"]
 Item = HiddenStatesSample | FailedSample
 STEPS_AHEAD = 4
 """Limit of the tokens under way, in steps of the engine."""
-
-
-class ByteLimit(NamedTuple):
-    """The most bytes of all samples of one call."""
-
-    num_bytes: int
-    advice: str
-    """Text for the error of a call that needs more: what sets the limit."""
-
-
-@dataclass(frozen=True)
-class ExtractionSettings:
-    """The arguments of one call of ``extract()``."""
-
-    layers: Layers | None
-    positions: str | Sequence[int]
-    dtype: str | torch.dtype | None
-    is_ordered: bool
-    on_error: OnError
-    max_in_flight: int | None
-    pooling: Pooling = "none"
-    add_special_tokens: bool = True
-    top_logprobs: int = 0
-    logprob_temperature: float = 1.0
-    sampling_params: SamplingParams | None = None
-    hooks: Sequence[str] | str | None = None
-    mask: str | None = None
-    steering: Any = None
-    lora_request: LoRARequest | None = None
-    byte_limit: ByteLimit | None = None
-    truncate_prompt_tokens: int | None = None
-    truncation_side: TruncationSide = "left"
-    choose_positions: Callable[[list[int]], list[int]] | None = None
-    """Finds the positions by the token ids of a prompt, instead of ``positions``."""
-    most_tokens: int | None = None
-    """Most tokens of a prompt; None: as many as the context holds."""
-    priority: int = 0
-    own_options: frozenset[str] | None = None
-    """Options that an ExtractRequest may have beside its prompt; None: all."""
-
-    def __post_init__(self) -> None:
-        if self.on_error not in ("raise", "yield"):
-            raise ValueError(f'on_error={self.on_error!r}: use "raise" or "yield"')
-        most: object = self.max_in_flight
-        if most is not None and not (isinstance(most, Integral) and int(most) >= 1):
-            raise ValueError(f"max_in_flight={most!r}: has to be a whole number of at least 1")
-        check_pooling(self.pooling)
-        if self.mask is not None:
-            parse_mask_rule(self.mask)
-        check_logprobs(self.top_logprobs, self.logprob_temperature)
-        storage_dtype(self.dtype)
-        checked_hooks(self.hooks)
-        if self.steering is not None:
-            steering_specs(self.steering)
 
 
 @dataclass(frozen=True)
@@ -146,34 +92,10 @@ class RequestInParts(NamedTuple):
     processed: ProcessedInput
 
 
-def storage_dtype(value: object) -> str | None:
-    """Return the name of a dtype in which rows can be delivered; None for the model's own."""
-    if value is None or value == "auto":
-        return None
-    name = str(value).removeprefix("torch.") if isinstance(value, str | torch.dtype) else ""
-    name = "fp8" if name == "float8_e4m3fn" else name
-    if name not in STORAGE_DTYPES:
-        raise ValueError(f"dtype={brief(value)}: use auto, {', '.join(STORAGE_DTYPES)}")
-    return name
-
-
 def _check_own(options: ExtractRequest, allowed: frozenset[str]) -> None:
     for option, value in vars(options).items():
         if value is not None and option not in allowed | {"prompt"}:
             raise ValueError(f"ExtractRequest: {option}= has no place in this call; leave it out")
-
-
-def check_logprobs(count: object, temperature: object) -> None:
-    """Raise ValueError for a number of log-probabilities, or a temperature, that cannot be."""
-    most, is_count = MOST_LOGPROBS, isinstance(count, int) and not isinstance(count, bool)
-    if not is_count or not ALL_LOGPROBS <= cast("int", count) <= most:
-        raise ValueError(
-            f"top_logprobs={count!r}: has to be a whole number from 0 to {most}, or {ALL_LOGPROBS} "
-            "for the whole vocabulary"
-        )
-    is_number = isinstance(temperature, int | float) and not isinstance(temperature, bool)
-    if not is_number or not 1e-4 <= cast("float", temperature) <= 1e4:
-        raise ValueError(f"logprob_temperature={temperature!r}: has to be in [0.0001, 10000]")
 
 
 _resolve_layers = lru_cache(maxsize=256)(resolve_layer_ids)

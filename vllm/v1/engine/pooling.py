@@ -22,7 +22,7 @@ from vllm.outputs import PoolingOutput, PoolingRequestOutput
 from vllm.transformers_utils.pooling_config import StatedPooling, VectorPooling, read_pooling
 from vllm.utils.boundaries import NORM
 from vllm.utils.text import brief
-from vllm.v1.engine.extraction import ExtractionSettings
+from vllm.v1.engine.extraction_settings import ExtractionSettings
 from vllm.v1.engine.input_processor import TruncationSide
 from vllm.v1.engine.pooling_heads import Head, read_head
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -14,16 +14,18 @@ from vllm.logger import init_logger
 from vllm.model_executor.layers.weight import weight_storages, weights_of
 from vllm.model_executor.model_loader.checkpoint import find_weight_files, stored_shapes
 from vllm.model_executor.model_loader.loader import find_weights, load_checkpoint
-from vllm.model_executor.models.interfaces import MayKeepWeights
+from vllm.model_executor.models.interfaces import FindsWeights, MayKeepWeights, SkipsWeights
 from vllm.model_executor.utils import LOADABLE_DTYPES
 from vllm.utils.text import brief
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.model_executor.models.interfaces import VllmModelForTextGeneration
 
 logger = init_logger(__name__)
 
 Named = Iterable[tuple[str, torch.Tensor]]
+PlaceOf = Callable[[str], Hashable]
 
 
 class _Lent(NamedTuple):
@@ -40,7 +42,7 @@ class WeightUpdates:
         self._model, self._vllm_config = model, vllm_config
         self.problem: str | None = None
         """The reason why the model computes nothing of use; None: its weights are whole."""
-        self._missing: set[str] = set()  # tensors to replace until there is no problem any more
+        self._missing: set[Hashable] = set()  # places to replace until there is no problem
         self._lent: list[_Lent] = []
 
     def load_folder(self, path: str | None) -> None:
@@ -72,9 +74,10 @@ class WeightUpdates:
                 _check_floats(name, tensor)
         self._check({name: tuple(tensor.shape) for name, tensor in named.items()})
         with self._replacing():
-            loaded: set[str] = self._model.load_weights(named.items())  # type: ignore[operator]
+            model = cast("VllmModelForTextGeneration", self._model)
+            loaded = model.load_weights(named.items())
         if self.problem is not None:
-            self._missing -= named.keys()
+            self._missing -= set(map(self._places(), named))
             if not self._missing:
                 self.problem = None
         if not loaded and named:
@@ -91,23 +94,64 @@ class WeightUpdates:
         for weight in weights_of(self._model):
             if weight.fixed_because is not None:
                 raise ValueError(f"weights cannot be replaced: {weight.fixed_because}")
-        for name, own in self._stored_shapes().items():
-            given = shapes.get(name)
-            if given is None and is_whole:
-                raise ValueError(f"weight {name!r} is missing, and the engine's checkpoint has it")
-            if given is not None and tuple(given) != tuple(own):
+        place_of, given = self._places(), dict[Hashable, str]()
+        for name in shapes:
+            other = given.setdefault(place_of(name), name)
+            if other != name:
+                raise ValueError(f"weights {other!r} and {name!r} are the same weight of the model")
+        stored = self._stored(place_of)
+        for place in stored.keys() & given.keys():
+            name, own = given[place], stored[place][1]
+            if tuple(shapes[name]) != own:
                 raise ValueError(
-                    f"weight {name!r} has the shape {tuple(given)}; the model's is {tuple(own)}"
+                    f"weight {name!r} has the shape {tuple(shapes[name])}; the model's is {own}"
                 )
+        # A parameter may have another layout, such as all experts in one tensor.
+        others = {_parameter_of(place) for place in given.keys() - stored.keys()}
+        missing = [
+            name
+            for place, (name, _) in stored.items()
+            if place not in given and _parameter_of(place) not in others
+        ]
+        if is_whole and missing:
+            raise ValueError(
+                f"weight {missing[0]!r} is missing, and the engine's checkpoint has it"
+            )
 
-    def _stored_shapes(self) -> dict[str, Sequence[int]]:
-        """Return the shapes in the checkpoint of the model; empty: it has none."""
-        return stored_shapes(find_weights(self._vllm_config, fetches=False) or ())
+    def _places(self) -> PlaceOf:
+        """Return a function from the name of a tensor in a checkpoint to what stands for its place
+        in the model, however the name is spelled."""
+        if not isinstance(self._model, FindsWeights):
+            return lambda name: name
+        find = self._model.weight_finder()
+
+        def place_of(name: str) -> Hashable:
+            place = find(name)
+            return name if place is None else (place.param_name, place.shard_id)
+
+        return place_of
+
+    def _stored(self, place_of: PlaceOf) -> dict[Hashable, tuple[str, tuple[int, ...]]]:
+        """Return names and shapes in the model's checkpoint, by place; empty: it has none.
+
+        Tensors that the model does not read, such as those of a tower or of a tied head, are left
+        out.
+        """
+        files = find_weights(self._vllm_config, fetches=False) or ()
+        is_skipped = self._model.make_skipper() if isinstance(self._model, SkipsWeights) else None
+        is_plain = self._vllm_config.model_config.quantization_config is None
+        found: dict[Hashable, tuple[str, tuple[int, ...]]] = {}
+        for name, shape in stored_shapes(files).items():
+            place = place_of(name)
+            has_place = place != name or not (is_plain and isinstance(self._model, FindsWeights))
+            if has_place and (is_skipped is None or is_skipped(name) is None):
+                found[place] = (name, tuple(shape))
+        return found
 
     def _break(self, problem: str) -> None:
         """Note that the model computes nothing of use until all tensors were replaced."""
         self.problem = problem
-        self._missing = set(self._stored_shapes()) or {"a whole checkpoint"}
+        self._missing = set(self._stored(self._places())) or {None}  # nothing stands for None
 
     @contextmanager
     def _replacing(self) -> Iterator[None]:
@@ -134,6 +178,10 @@ class WeightUpdates:
             else:
                 self._break("its weights were discarded by sleep(level=2)")
         self._lent = []
+
+
+def _parameter_of(place: Hashable) -> Hashable:
+    return place[0] if isinstance(place, tuple) else place
 
 
 def _by_name(weights: object) -> dict[str, torch.Tensor]:

@@ -173,6 +173,15 @@ class Deliveries:
                 self._held_outputs[request_id].extracted = rows
                 self._release_if_ready(request_id)
 
+    def take_parts(
+        self, parts: Mapping[str, ExtractedRows], requests: Mapping[str, Request], step_number: int
+    ) -> None:
+        """Hand out rows of requests under way, unless they are computed again after the step."""
+        for request_id, rows in parts.items():
+            request = requests.get(request_id)
+            if request is not None and step_number > request.void_steps:
+                self.outputs.append(EngineCoreOutput(request_id=request_id, extracted=rows))
+
     def take_saves(self, report: KVConnectorOutput) -> None:
         for request_id in report.finished_sending:
             holder = self._held_blocks.pop(request_id, None)

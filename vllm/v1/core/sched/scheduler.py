@@ -449,12 +449,7 @@ class Scheduler:
             if request_id not in failures:
                 self._take_tokens(request, output)
         self._fail_deliveries(failures)
-        for request_id, rows in output.parts_of_rows.items():
-            request = self.requests.get(request_id)
-            if request is not None and scheduled.step_number > request.void_steps:
-                self._deliveries.outputs.append(
-                    EngineCoreOutput(request_id=request_id, extracted=rows)
-                )
+        self._deliveries.take_parts(output.parts_of_rows, self.requests, scheduled.step_number)
         self._deliveries.take_rows(output.extracted_rows)
         if connector_output is not None:
             self._take_connector_output(connector_output)
