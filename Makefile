@@ -75,6 +75,7 @@ test-models: $(TEST_STAMP)
 	$(if $(MODEL_TYPES),,$(VENV_PYTHON) -m tests.models.multimodal)
 	$(VENV_PYTHON) -m tests.models.kinds_of_run $(FAMILIES)
 	$(VENV_PYTHON) -m tests.models.kinds_of_fields $(FAMILIES)
+	$(VENV_PYTHON) -m tests.models.ranks_of_families $(FAMILIES)
 
 lint: $(LINT_STAMP)
 	$(VENV_PYTHON) -m ruff check .

@@ -169,9 +169,9 @@ def test_configs_in_three_forms(model: str, form: str) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size=2 is not supported yet; use 1"),
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2 is not supported yet; use 1"),
         ({"pipeline_parallel_size": 3}, "pipeline_parallel_size=3 is not supported yet; use 1"),
-        ({"distributed_executor_backend": "ray"}, "backend='ray' .* use None or 'uni'"),
+        ({"distributed_executor_backend": "ray"}, "backend='ray' .* use None or 'uni' or 'mp'"),
         ({"speculative_config": "{"}, "speculative_config='{' is not valid JSON"),
         ({"kv_transfer_config": 5}, "kv_transfer_config=5 .* or a KVTransferConfig"),
         ({"kv_transfer_config": {"kv_rol": "x"}}, r"'kv_rol' \(did you mean 'kv_role'\?\)"),

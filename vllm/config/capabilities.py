@@ -42,6 +42,7 @@ def settle_capabilities(config: VllmConfig) -> None:
     Raises ValueError that names the option, the value and what would work.
     """
     _check_connector(config)
+    _check_ranks(config)
     settle_kv_cache_layout(config)
     platform, reason = config.device_config.platform, None
     if not is_unset(config.model_config):
@@ -110,6 +111,25 @@ def _check_connector(config: VllmConfig) -> None:
                 f"{transfer.kv_connector!r} keeps no {row_field.name} besides hidden states; use "
                 "ExampleHiddenStatesConnector, or leave the option out"
             )
+
+
+def _check_ranks(config: VllmConfig) -> None:
+    """Refuse options that do not work for several ranks."""
+    size, transfer = config.parallel_config.tensor_parallel_size, config.connector_config
+    if size == 1:
+        return
+    reason: str | None = None
+    if config.device_config.device_type != "cpu":
+        reason = f"device={config.device_config.device_type!r}: ranks run on CPUs only"
+    elif config.lora_config.enable_lora:
+        reason = "enable_lora: adapters are not cut over ranks"
+    elif transfer is not None and not _declared(transfer).takes_rows_only:
+        reason = (
+            f"kv_connector={transfer.kv_connector!r}: it stores the caches of all ranks, and only "
+            "the first rank has a connector"
+        )
+    if reason is not None:
+        raise ValueError(f"tensor_parallel_size={size} with {reason}; use tensor_parallel_size=1")
 
 
 def settle_kv_cache_layout(config: VllmConfig) -> None:

@@ -41,6 +41,7 @@ def value_identity(vllm_config: VllmConfig, kernels: str) -> dict[str, Any]:
     to this engine are left out. A class without a source file never has the same identity twice.
     """
     model = vllm_config.model_config
+    ranks = vllm_config.parallel_config.tensor_parallel_size
     identity = {
         "config": _digest({k: v for k, v in _config(model).items() if k not in _WHERE_READ}),
         "model_dtype": str(model.dtype),
@@ -57,6 +58,7 @@ def value_identity(vllm_config: VllmConfig, kernels: str) -> dict[str, Any]:
         "transformers": _transformers_version(model),
         "plugins": [_plugin(plugin) for plugin in loaded_plugins],
         "kernels": kernels,
+        "tensor_parallel_size": ranks if ranks > 1 else None,
         "values_version": VALUES_VERSION,
     }
     return {name: value for name, value in identity.items() if value not in (None, [], {})}

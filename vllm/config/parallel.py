@@ -16,8 +16,8 @@ ONE_ONLY = Option(supported=(1,))
 class ParallelConfig:
     """Sizes of the groups of ranks."""
 
-    tensor_parallel_size: Annotated[int, Field(ge=1), Option(short_flag="-tp", supported=(1,))] = 1
-    """Number of ranks that share every layer."""
+    tensor_parallel_size: Annotated[int, Field(ge=1), Option(short_flag="-tp")] = 1
+    """Number of ranks that share every layer, each a process (on CPUs)."""
     pipeline_parallel_size: Annotated[
         int, Field(ge=1), Option(short_flag="-pp", supported=(1,))
     ] = 1
@@ -30,12 +30,26 @@ class ParallelConfig:
     """Number of ranks over which the tokens of a sequence are spread while prefilling."""
     enable_expert_parallel: Annotated[bool, Option(supported=(False,))] = False
     """Spread the experts of a layer over the ranks instead of splitting each expert."""
-    distributed_executor_backend: Annotated[str | None, Option(supported=(None, "uni"))] = None
-    """Way of starting the workers. Default: "uni", one worker in this process."""
+    distributed_executor_backend: Annotated[str | None, Option(supported=(None, "uni", "mp"))] = (
+        None
+    )
+    """Way of starting the workers: "uni", one in the engine's process, or "mp", the first there and
+    each of the others in its own. Default: "uni" for one rank, else "mp"."""
+    distributed_timeout_seconds: Annotated[float, Field(gt=0)] = 600.0
+    """Longest time for which ranks wait for each other; after it the engine is dead."""
+    disable_custom_all_reduce: bool = False
+    """Accepted and without effect: there is one way to sum over ranks."""
     worker_extension_cls: str = ""
     """A class whose methods workers get, as "module.Class", for `collective_rpc`."""
     rank: Annotated[int, Field(ge=0), DERIVED] = 0
     """This process's number among the ``world_size`` ranks of the engine."""
+
+    def __post_init__(self) -> None:
+        if self.distributed_executor_backend == "uni" and self.world_size > 1:
+            raise ValueError(
+                f"distributed_executor_backend='uni' has one rank, but {self.world_size} are asked "
+                'for (tensor_parallel_size); use "mp", or leave the option out'
+            )
 
     @property
     def world_size(self) -> int:

@@ -1,15 +1,22 @@
 """Groups of parallel ranks: this process's rank in each group, and collective operations.
 
-One process serves an engine today, so every group has one rank, 0. Layers slice their weights by
-the ranks given here, so they need no change when a group has several ranks.
+Layers slice their weights by the ranks given here when they are made, and call the collective
+operations in every pass. One process may run several engines, so the groups are those of the engine
+that the current thread works for (:func:`use_tp_group`); without one, every group has one rank.
 """
 
 from __future__ import annotations
 
+import pickle
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
+
+from vllm.distributed.communicators import Communicator
 
 T = TypeVar("T")
 
@@ -20,11 +27,13 @@ class GroupCoordinator:
 
     rank_in_group: int
     world_size: int
+    communicator: Communicator | None = None
+    """None: the group has one rank, or this process does not compute."""
 
     @property
     def rank(self) -> int:
-        """The rank among all ranks; there is only one, 0."""
-        return 0
+        """The rank among all ranks of an engine, which are one group today."""
+        return self.rank_in_group
 
     @property
     def is_first_rank(self) -> bool:
@@ -35,52 +44,108 @@ class GroupCoordinator:
         return self.rank_in_group == self.world_size - 1
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the sum of ``tensor`` over the ranks; a group of one returns it unchanged."""
-        assert self.world_size == 1
-        return tensor
+        """Return the sum of ``tensor`` over the ranks; a group of one returns it unchanged.
+
+        Values are added in float32 in the order of the ranks, so that all ranks get the same bits,
+        and each element's sum depends on nothing else.
+        """
+        if self.world_size == 1:
+            return tensor
+        tensor = tensor.contiguous()
+        result = torch.empty_like(tensor)
+        flat = result.view(-1)
+        for place, (first, *others) in self._open.exchange(tensor):
+            total = first.to(torch.float32, copy=True)
+            for part in others:
+                total += part
+            flat[place] = total
+        return result
 
     def broadcast(self, tensor: torch.Tensor, src: int = 0) -> torch.Tensor:
-        """Return rank ``src``'s tensor; a group of one returns its own."""
-        assert self.world_size == 1 and src == 0
-        return tensor
+        """Return rank ``src``'s tensor; all ranks give one of the same shape and dtype."""
+        if self.world_size == 1:
+            return tensor
+        tensor = tensor.contiguous()
+        result = torch.empty_like(tensor)
+        flat = result.view(-1)
+        for place, parts in self._open.exchange(tensor):
+            flat[place] = parts[src]
+        return result
 
     def broadcast_object(self, value: T, src: int = 0) -> T:
-        """Return rank ``src``'s object; a group of one returns its own."""
-        assert self.world_size == 1 and src == 0
-        return value
+        """Return rank ``src``'s object, which has to be picklable."""
+        if self.world_size == 1:
+            return value
+        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        length = int(self.broadcast(torch.tensor([len(data)]), src))
+        if self.rank_in_group != src:
+            data = torch.zeros(length, dtype=torch.uint8)
+        received: Any = pickle.loads(self.broadcast(data, src).numpy().tobytes())
+        return value if self.rank_in_group == src else received
 
     def barrier(self) -> None:
         """Return when all ranks have called this."""
-        assert self.world_size == 1
+        if self.world_size > 1:
+            self.broadcast(torch.zeros(1))
 
     def all_gather(self, tensor: torch.Tensor, dim: int = -1) -> torch.Tensor:
-        """Return the ranks' tensors, concatenated along ``dim``; a group of one returns its own."""
-        assert self.world_size == 1
-        return tensor
+        """Return the ranks' tensors, of one shape, concatenated along ``dim``."""
+        if self.world_size == 1:
+            return tensor
+        tensor = tensor.contiguous()
+        whole = tensor.new_empty(self.world_size, *tensor.shape)
+        flat = whole.view(self.world_size, -1)
+        for place, parts in self._open.exchange(tensor):
+            for rank, part in enumerate(parts):
+                flat[rank, place] = part
+        return torch.cat(list(whole), dim)
+
+    @property
+    def _open(self) -> Communicator:
+        assert self.communicator is not None, "this process takes no part in the group"
+        return self.communicator
 
 
-_ALONE = GroupCoordinator(rank_in_group=0, world_size=1)
-_TP = _ALONE
+ALONE = GroupCoordinator(rank_in_group=0, world_size=1)
+
+
+class _Current(threading.local):
+    tp_group = ALONE
+
+
+_current = _Current()
+
+
+@contextmanager
+def use_tp_group(group: GroupCoordinator) -> Iterator[None]:
+    """Make ``group`` that of the layers which are made or run inside the block, on this thread."""
+    previous, _current.tp_group = _current.tp_group, group
+    try:
+        yield
+    finally:
+        _current.tp_group = previous
 
 
 def get_tp_group() -> GroupCoordinator:
     """Return the group of the ranks that each hold a slice of every layer."""
-    return _TP
+    return _current.tp_group
 
 
-def get_world_group() -> GroupCoordinator:
-    """Return the group of all ranks of an engine."""
-    return _ALONE
+get_world_group = get_tp_group
+"""Return the group of all ranks of an engine."""
 
 
-get_pp_group = get_world_group
-"""Return the group of the ranks that each hold some of the layers."""
-get_dp_group = get_world_group
-"""Return the group of the ranks that each serve other requests."""
-get_dcp_group = get_world_group
-"""Return the group of the ranks that each hold a part of the tokens while decoding."""
-get_pcp_group = get_world_group
-"""Return the group of the ranks that each hold a part of the tokens of a prompt."""
+def get_pp_group() -> GroupCoordinator:
+    """Return the group of the ranks that each hold some of the layers: one rank."""
+    return ALONE
+
+
+get_dp_group = get_pp_group
+"""Return the group of the ranks that each serve other requests: one rank."""
+get_dcp_group = get_pp_group
+"""Return the group of the ranks that each hold a part of the tokens while decoding: one rank."""
+get_pcp_group = get_pp_group
+"""Return the group of the ranks that each hold a part of the tokens of a prompt: one rank."""
 
 
 def get_tensor_model_parallel_rank() -> int:

@@ -56,9 +56,10 @@ class CpuPlatform(Platform):
     def measure_held_bytes(self, make: Callable[[], object]) -> int:
         return 0
 
-    def set_num_threads(self) -> int:
-        """Use VLLM_CPU_THREADS, else OMP_NUM_THREADS, else every core this process may use."""
-        num_threads = envs.VLLM_CPU_THREADS or envs.OMP_NUM_THREADS or usable_core_count()
+    def set_num_threads(self, num_ranks: int = 1) -> int:
+        """Use VLLM_CPU_THREADS, else OMP_NUM_THREADS, else this rank's share of the cores."""
+        own_cores = max(1, usable_core_count() // num_ranks)
+        num_threads = envs.VLLM_CPU_THREADS or envs.OMP_NUM_THREADS or own_cores
         if torch.get_num_threads() != num_threads:
             logger.info_once("computing on %d CPU threads", num_threads)
             torch.set_num_threads(num_threads)

@@ -134,8 +134,9 @@ class Platform(ABC):
             set_option(_M_TRIM_THRESHOLD, _MOST_KEPT_BYTES)
 
     @abstractmethod
-    def set_num_threads(self) -> int:
-        """Set the number of host threads that torch computes with, and return it."""
+    def set_num_threads(self, num_ranks: int = 1) -> int:
+        """Set the number of host threads that torch computes with, and return it; num_ranks: those
+        of an engine that share this machine."""
 
     @abstractmethod
     def share_of_machine(self, slot: int, num_engines: int) -> dict[str, str]:

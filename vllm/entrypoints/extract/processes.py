@@ -83,6 +83,7 @@ def run_processes(
 ) -> None:
     """Do ``units`` in processes of this machine; otherwise the same as :func:`run_pool`."""
     platform = get_platform(job.engine_args.device)
+    num_parts = num_workers * job.engine_args.tensor_parallel_size
     context = multiprocessing.get_context("spawn")
     manager = QueueManager(ctx=context)
     manager.start(initializer=end_with_parent)
@@ -93,7 +94,7 @@ def run_processes(
 
         def start(number: int, slot: int) -> SpawnProcess:
             process = context.Process(target=_main, args=(number, job, queue))
-            with _environment(platform.share_of_machine(slot, num_workers)):
+            with _environment(platform.share_of_machine(slot, num_parts)):
                 process.start()
             assert process.pid is not None
             watches[slot] = StopWatch(f"worker {number}", process.pid)

@@ -8,6 +8,7 @@ from typing import ClassVar, Self, overload
 import torch
 from torch import nn
 
+from vllm.distributed.parallel_state import get_tp_group
 from vllm.model_executor.layers.layer import Layer
 from vllm.model_executor.utils import make_parameter
 from vllm.ops.norms import add_layer_norm, add_rms_norm, gated_rms_norm, layer_norm, rms_norm
@@ -91,7 +92,7 @@ class GemmaRMSNorm(RMSNorm):
 
 
 class WideRMSNorm(RMSNorm):
-    """One norm over all heads of a token (OLMo 2's queries and keys)."""
+    """One norm over all heads of a token (OLMo 2's queries and keys), those of all ranks."""
 
     @classmethod
     def over_heads(cls, eps: float) -> Callable[[int, int], Self]:
@@ -100,7 +101,17 @@ class WideRMSNorm(RMSNorm):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         """[tokens, heads, n], heads * n = hidden_size -> the same shape."""
-        return super().forward(x.flatten(1)).view(x.shape)
+        rows = x.flatten(1)
+        ranks = get_tp_group()
+        if ranks.world_size == 1:
+            return super().forward(rows).view(x.shape)
+        assert self.weight is not None and self.weight_offset == 0.0
+        values = rows.float()
+        squares = ranks.all_reduce(values.square().sum(-1, keepdim=True))
+        # Heads that several ranks hold count as often in both.
+        mean_square = squares / (self.hidden_size * ranks.world_size)
+        normalised = (values * torch.rsqrt(mean_square + self.variance_epsilon)).to(x.dtype)
+        return (normalised * self.weight).view(x.shape)
 
 
 class LayerNorm(Layer):

@@ -313,6 +313,15 @@ class QKVParallelLinear(ColumnParallelLinear):
             return ("qkv".index(shard_id),)
         return super().part_ids(shard_id)
 
+    def load_heads(self, part: str, param: nn.Parameter, loaded_weight: torch.Tensor) -> None:
+        """Keep the entries of this rank's heads of a part ("q", "k" or "v"), for a parameter with
+        equally many for every head: a weight loader, with its first argument bound."""
+        index = "qkv".index(part)
+        num_slices = self.output_sizes[index] // self.output_partition_sizes[index]
+        check_shape(loaded_weight, (len(param) * num_slices, *param.shape[1:]))
+        start = self.part_slice_index(index) * len(param)
+        param.data.copy_(loaded_weight[start : start + len(param)])
+
 
 class RowParallelLinear(LinearBase):
     """A layer whose input features are cut over the ranks, and whose outputs are summed."""

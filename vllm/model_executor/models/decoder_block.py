@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -33,7 +34,7 @@ from vllm.model_executor.layers.rotary_embedding import (
     read_rope_parameters,
 )
 from vllm.model_executor.models.decoder_loop import Stream
-from vllm.model_executor.utils import make_parameter
+from vllm.model_executor.utils import make_parameter, set_weight_attrs
 from vllm.ops.activations import sigmoid_gate
 
 if TYPE_CHECKING:
@@ -146,12 +147,20 @@ class SelfAttention(Layer):
             make = own if callable(own) else lambda heads, size: norm(size)
             self.q_norm = make(heads, head_size)
             self.k_norm = make(self.qkv_proj.num_kv_heads, head_size)
+            if callable(own):  # weights of every head
+                for part, of_heads in (("q", self.q_norm), ("k", self.k_norm)):
+                    for parameter in of_heads.parameters():
+                        loader = partial(self.qkv_proj.load_heads, part)
+                        set_weight_attrs(parameter, {"weight_loader": loader})
         self.rotary_emb = None
         if options.rotates:
             self.rotary_emb = make_rope(
                 vllm_config, head_size, options.rope_parameters, interleaved=options.interleaved
             )
-        sinks = make_parameter(torch.empty(heads)) if options.has_sinks else None
+        sinks = None
+        if options.has_sinks:
+            loader = partial(self.qkv_proj.load_heads, "q")
+            sinks = make_parameter(torch.empty(heads), loader)
         self.attn = Attention(
             heads,
             head_size,

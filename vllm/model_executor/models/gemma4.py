@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import nn
 
+from vllm.distributed.parallel_state import get_tensor_model_parallel_world_size
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.hook_points import BlockHook
 from vllm.model_executor.layers.activation import get_act_and_mul_fn, get_act_fn
@@ -24,6 +25,7 @@ from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
     column_linear,
+    divide,
     merged_linear,
     qkv_linear,
     replicated_linear,
@@ -100,9 +102,10 @@ class Gemma4Attention(Layer):
             layer = column_linear(hidden_size, sizes[0], prefix, bias=bias)
         setattr(self, name, layer)
         self.num_heads = layer.output_partition_sizes[0] // self.head_size
-        self.num_kv_heads = own.num_key_value_heads
-        if self.has_keys:
-            self.num_kv_heads = layer.output_partition_sizes[1] // self.head_size
+        ranks = get_tensor_model_parallel_world_size()
+        self.num_kv_heads = max(1, heads[1] // ranks)
+        if self.has_keys and not self.has_values:
+            divide(heads[1], ranks, f"the key/value heads of {prefix!r}")
         return name
 
     def forward(self, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:

@@ -39,6 +39,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest, ExtractionSpec, FinishReason
 from vllm.v1.engine.core_messages import EngineStats, WorkerCall
+from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.executor import create_executor
 from vllm.v1.outputs import ModelRunnerOutput, PendingOutput
 from vllm.v1.request import Request
@@ -197,8 +198,11 @@ class EngineCore:
     def add_request(self, message: EngineCoreRequest) -> None:
         """Queue a request.
 
-        ValueError: the connector cannot serve it, or it can never fit the pool.
+        ValueError: the connector cannot serve it, or it can never fit the pool. EngineDeadError:
+        a rank has ended.
         """
+        if self.executor.dead_because is not None:
+            raise EngineDeadError(self.executor.dead_because)
         if (reason := self.executor.not_ready_reason()) is not None:
             raise ValueError(reason)
         request = Request(message)

@@ -4,13 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import pickle
-import shutil
-import subprocess
-import sys
-import tempfile
 import threading
-import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -20,6 +14,7 @@ import zmq.asyncio
 
 from vllm.exceptions import FailureKind
 from vllm.logger import init_logger, log_format
+from vllm.utils.child_process import ChildProcess, private_folder
 from vllm.utils.stop_watch import StopWatch
 from vllm.v1.engine.core_messages import (
     CoreCommand,
@@ -41,7 +36,7 @@ START_POLL_MILLISECONDS = 100
 STOP_POLL_SECONDS = 5.0
 
 
-class CoreHandle:
+class CoreHandle(ChildProcess):
     """The process of an engine core, from its start to its end."""
 
     def __init__(self) -> None:
@@ -49,28 +44,10 @@ class CoreHandle:
 
         ValueError: there is no writable folder for temporary files.
         """
-        try:
-            self._folder = tempfile.mkdtemp(prefix="vllm-core-")  # mode 0700
-        except OSError as error:
-            raise ValueError(
-                f"no folder for temporary files can be written ({error.strerror}); set TMPDIR to "
-                "one where this user may create files"
-            ) from None
-        self.command_address = f"ipc://{self._folder}/commands"
-        self.report_address = f"ipc://{self._folder}/reports"
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "vllm.v1.engine.core_process", self._folder],
-            stdin=subprocess.PIPE,
-        )
-        self._cleanup = weakref.finalize(self, _end_process, self._process, self._folder)
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    @property
-    def is_alive(self) -> bool:
-        return self._process.poll() is None
+        folder = private_folder("vllm-core-")
+        self.command_address = f"ipc://{folder}/commands"
+        self.report_address = f"ipc://{folder}/reports"
+        super().__init__("vllm.v1.engine.core_process", folder)
 
     def configure(self, vllm_config: VllmConfig) -> None:
         """Hand the config over. EngineDeadError: the process is gone."""
@@ -85,30 +62,10 @@ class CoreHandle:
             report_address=self.report_address,
             log_format=log_format(),
         )
-        stream = self._process.stdin
-        assert stream is not None
         try:
-            pickle.dump(settings, stream)
-            stream.flush()
+            self.send(settings)
         except BrokenPipeError:
             raise EngineDeadError("the engine core's process ended before it started") from None
-
-    def wait(self) -> int:
-        return self._process.wait()
-
-    def end(self, grace_seconds: float = 0.0) -> None:
-        """Give the process ``grace_seconds`` to end, then kill it; remove the sockets' folder."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(grace_seconds)
-        self._cleanup()
-
-
-def _end_process(process: subprocess.Popen[bytes], folder: str) -> None:
-    process.kill()
-    process.wait()
-    if process.stdin is not None:
-        process.stdin.close()
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 class AsyncCoreClient:

@@ -1,15 +1,12 @@
 """The engine core in its own process: ``python -m vllm.v1.engine.core_process FOLDER``.
 
-The parent writes one pickled :class:`CoreSettings` to this process's standard input and keeps
-the pipe open. When the pipe closes, the parent has ended in some way, and this process ends.
-Commands and reports travel over two zmq sockets in the folder, which only the user can enter.
-The parent removes the folder; this process does if the parent is gone.
+The parent sends one :class:`CoreSettings` (``vllm.utils.child_process``). Commands and reports
+travel over two zmq sockets in the folder, which only the user can enter.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import pickle
 import queue
 import shutil
@@ -18,7 +15,7 @@ import sys
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import msgspec
@@ -30,6 +27,7 @@ from vllm.exceptions import Failure, FailureKind
 from vllm.logger import LogFormat, init_logger, set_log_format
 from vllm.model_classes import ModelRegistry
 from vllm.transformers_utils.tokenizer import TokenizerLike, load_tokenizer
+from vllm.utils.child_process import end_with_parent
 from vllm.utils.gc_utils import settle_garbage_collector
 from vllm.utils.mem_utils import return_freed_memory
 from vllm.v1.core.kv_cache_utils import describe
@@ -46,6 +44,7 @@ from vllm.v1.engine.core_messages import (
     FinishRequests,
     ReportEncoder,
     ResetPrefixCache,
+    Shutdown,
 )
 from vllm.v1.engine.detokenizer import Detokenizer
 
@@ -80,6 +79,7 @@ class CoreProcess:
         """Ends of calls of the workers that were not reported yet."""
         self._texts: dict[str, Detokenizer] = {}
         """Texts of requests that a stop string may end and whose output or rows are taken."""
+        core.executor.on_death = partial(self.commands.put, Shutdown())
         self._rest_after_seconds: float | None = REST_AFTER_SECONDS
         """Idle time after which memory is given back; None: it was given back already."""
 
@@ -202,15 +202,6 @@ def _receive_commands(address: str, context: zmq.Context[Any], process: CoreProc
             process.commands.put(decoder.decode(socket.recv()))
 
 
-def _end_with_parent(folder: str) -> None:
-    """End this process when standard input closes: the parent is gone, even after SIGKILL."""
-    # The raw descriptor: a thread inside the buffered object would break the interpreter's exit.
-    while os.read(sys.stdin.fileno(), 4096):
-        pass
-    shutil.rmtree(folder, ignore_errors=True)
-    os._exit(1)
-
-
 def _start_core(settings: CoreSettings) -> tuple[EngineCore | None, CoreStarted]:
     try:
         ModelRegistry.restore(settings.models)
@@ -241,7 +232,7 @@ def main() -> int:
         shutil.rmtree(folder, ignore_errors=True)
         return 1
     set_log_format(settings.log_format)
-    threading.Thread(target=_end_with_parent, args=(folder,), daemon=True).start()
+    end_with_parent(folder)
     context: zmq.Context[Any] = zmq.Context()
     reports = context.socket(zmq.PUSH)
     reports.connect(settings.report_address)
@@ -257,7 +248,7 @@ def main() -> int:
     process.run()
     core.shutdown()
     reports.close(linger=5000)
-    return 0
+    return 0 if core.executor.dead_because is None else 1
 
 
 if __name__ == "__main__":

@@ -10,14 +10,12 @@ if TYPE_CHECKING:
 
 
 def create_executor(vllm_config: VllmConfig) -> UniProcExecutor:
-    """Create the executor of ``parallel_config``: one in this process, for a single rank."""
-    backend = vllm_config.parallel_config.distributed_executor_backend
-    if backend not in (None, "uni"):
-        raise ValueError(
-            f"distributed_executor_backend={backend!r} is not supported: this version runs "
-            'one worker in the engine\'s process ("uni")'
-        )
-    # Imported late: it loads the worker, the models' layers and their operations.
-    from vllm.v1.executor.uniproc_executor import UniProcExecutor
+    """Create the executor of ``parallel_config``."""
+    # Imported late: they load the worker, the models' layers and their operations.
+    if vllm_config.parallel_config.world_size == 1:
+        from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
-    return UniProcExecutor(vllm_config)
+        return UniProcExecutor(vllm_config)
+    from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+
+    return MultiprocExecutor(vllm_config)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from vllm.model_executor.hook_points import HookPoint
 
 
-def _worker_class(vllm_config: VllmConfig) -> type[Worker]:
+def worker_class(vllm_config: VllmConfig) -> type[Worker]:
     """Return the class of workers, with the methods of ``worker_extension_cls``."""
     name = vllm_config.parallel_config.worker_extension_cls
     if not name:
@@ -35,15 +35,30 @@ def _worker_class(vllm_config: VllmConfig) -> type[Worker]:
     return type("Worker", (Worker, extension), {})
 
 
+def call_worker(worker: Worker, call: WorkerCall) -> Any:
+    """Call a method of a worker, or a function with it. ValueError: it has no such method."""
+    if not isinstance(call.method, str):
+        return call.method(worker, *call.args, **call.kwargs)
+    method = getattr(worker, call.method, None)
+    if not callable(method):
+        raise ValueError(f"collective_rpc: workers have no method {call.method!r}")
+    return method(*call.args, **call.kwargs)
+
+
 class UniProcExecutor:
     """Calls the worker directly."""
 
+    dead_because: str | None = None
+    """The reason why nothing can be computed any more; None: it can."""
+    on_death: Callable[[], None] | None = None
+    """Called from another thread when ``dead_because`` was set."""
+
     def __init__(self, vllm_config: VllmConfig) -> None:
-        self.worker = _worker_class(vllm_config)(vllm_config)
+        self.worker = worker_class(vllm_config)(vllm_config)
         try:
             self.worker.load_model()
         except BaseException:
-            self.shutdown()
+            self._end_worker()
             raise
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
@@ -82,12 +97,7 @@ class UniProcExecutor:
 
     def collective_rpc(self, call: WorkerCall) -> list[Any]:
         """Call a method or a function with every worker; returns their results."""
-        if isinstance(call.method, str):
-            method = getattr(self.worker, call.method, None)
-            if not callable(method):
-                raise ValueError(f"collective_rpc: workers have no method {call.method!r}")
-            return [method(*call.args, **call.kwargs)]
-        return [call.method(self.worker, *call.args, **call.kwargs)]
+        return [call_worker(self.worker, call)]
 
     def find_hooks(self, names: Iterable[str]) -> list[HookPoint]:
         """Return the model's hook points of these names. ValueError: it has no such point."""
@@ -102,6 +112,9 @@ class UniProcExecutor:
         return self.worker.model_runner.execute_model(scheduled)
 
     def shutdown(self) -> None:
-        """End the worker, which frees the weights and the pool."""
+        """End all workers, which frees the weights and the pool."""
+        self._end_worker()
+
+    def _end_worker(self) -> None:
         self.worker.model_runner.shutdown()
         del self.worker

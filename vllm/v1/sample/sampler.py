@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 import torch
@@ -37,6 +37,11 @@ class PendingSample(NamedTuple):
     """int64 [2, rows]: the tokens, and whether the largest logits are finite."""
     logprobs: list[tuple[list[int], PendingLogprobs]]
     """Rows, and their log-probabilities."""
+
+    @classmethod
+    def of_tokens(cls, token_ids: torch.Tensor) -> Self:
+        """Make one of tokens that were sampled elsewhere."""
+        return cls(token_ids, HostCopy(torch.stack([token_ids, torch.ones_like(token_ids)])), [])
 
     def result(self) -> SamplerOutput:
         token_ids, is_finite = self.on_host.result().tolist()

@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import torch
 
@@ -51,9 +52,12 @@ from vllm.utils.mem_utils import return_freed_memory
 from vllm.utils.transfers import to_device
 from vllm.v1.cache_kinds.base import KVCacheConfig, KVCacheSpec
 from vllm.v1.core.sched.output import BlockCopy, SchedulerOutput
+from vllm.v1.engine import ExtractionSpec
 from vllm.v1.outputs import ModelRunnerOutput, PendingOutput
 from vllm.v1.rows.capture import RowCapture
+from vllm.v1.rows.destinations import CallerTensors
 from vllm.v1.rows.fields.activations import HOOKS
+from vllm.v1.rows.fields.layout import Field
 from vllm.v1.spec_decode.extract_hidden_states import ExtractHiddenStatesProposer
 from vllm.v1.worker.input_batch import (
     EagerInputs,
@@ -114,6 +118,7 @@ class GPUModelRunner:
         self._metadata_may_be_kept = False
         self._aux_layer_ids: frozenset[LayerId] = frozenset()
         model_config = vllm_config.model_config
+        self._is_first_rank = vllm_config.parallel_config.rank == 0
         self.extractor = RowExtractor(
             self.row_transport,
             model_config.get_row_size(),
@@ -129,7 +134,9 @@ class GPUModelRunner:
             self.model = get_model(vllm_config=self.vllm_config)
             if self.vllm_config.model_config.enable_prompt_embeds:
                 check_takes_embeds(self.model)
-            fields = make_fields(self.model, self.vllm_config.model_config)
+            fields: tuple[Field, ...] = ()
+            if self._is_first_rank:
+                fields = make_fields(self.model, self.vllm_config.model_config)
             self.extractor.fields = fields
             if self.vllm_config.speculative_config is not None:
                 self.proposer = ExtractHiddenStatesProposer(
@@ -140,6 +147,11 @@ class GPUModelRunner:
         self._is_all_ours = is_all_ours(self.model)
         if self._is_all_ours:
             settle_attributes(self.model)
+        elif (num_ranks := self.vllm_config.parallel_config.tensor_parallel_size) > 1:
+            raise ValueError(
+                f"tensor_parallel_size={num_ranks}: {type(self.model).__name__} has modules of "
+                "other packages, which are not cut over ranks; use 1"
+            )
         mode = self.vllm_config.model_config.logprobs_mode
         self.sampler = StepSampler(
             self.model.compute_logits,
@@ -182,7 +194,8 @@ class GPUModelRunner:
                 "attention_backend=FLASHINFER: recorded decode steps attend through TRITON_ATTN, "
                 "all others through FlashInfer; enforce_eager records none"
             )
-        if (transfer := self.vllm_config.connector_config) is not None:
+        transfer = self.vllm_config.connector_config
+        if transfer is not None and self._is_first_rank:
             connector = KVConnectorFactory.create_connector(
                 self.vllm_config, KVConnectorRole.WORKER, config
             )
@@ -302,7 +315,7 @@ class GPUModelRunner:
         for new in scheduled.scheduled_new_reqs:
             rows = None
             if new.extraction is not None:
-                rows = self.extractor.make_rows(new.extraction, len(new.prompt_token_ids))
+                rows = self._make_rows(new.extraction, len(new.prompt_token_ids))
             token_ids, embeds = new.prompt_token_ids, None
             if new.prompt_embeds is not None:
                 token_ids = [0] * len(token_ids)
@@ -331,6 +344,15 @@ class GPUModelRunner:
                 state.replace_blocks(block_ids)
             else:
                 state.add_blocks(block_ids)
+
+    def _make_rows(self, spec: ExtractionSpec, num_tokens: int) -> CallerTensors | None:
+        """Make room for a request's rows. Ranks other than the first keep none, but all of them
+        compute logits together."""
+        if not self._is_first_rank:
+            if not spec.top_logprobs:
+                return None
+            spec = msgspec.structs.replace(spec, layer_ids=(), hooks=())
+        return self.extractor.make_rows(spec, num_tokens)
 
     def _drop_tokens(self, req_id: str, num_tokens: int) -> None:
         """Drop what a request that starts again sampled after ``num_tokens`` tokens, and its rows.
@@ -386,7 +408,7 @@ class GPUModelRunner:
         )
         metadata = layer_metadata(self.kv_cache_config, inputs)
         targets = self.extractor.begin_step(batch)
-        if self.proposer is not None:
+        if self.proposer is not None and self._is_first_rank:
             slots = metadata[self.proposer.layer_name].slot_mapping
             targets.append(self.proposer.target(slots))
         capture = RowCapture(targets) if targets else None

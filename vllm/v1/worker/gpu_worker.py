@@ -33,7 +33,8 @@ class Worker:
         self.device = torch.device(vllm_config.device_config.device_type)
         self.platform = vllm_config.device_config.platform
         self.platform.prepare_process()
-        self.platform.set_num_threads()
+        self._num_ranks = vllm_config.parallel_config.world_size  # all of them on this machine
+        self.platform.set_num_threads(self._num_ranks)
         self.model_runner = GPUModelRunner(vllm_config, self.device)
         self._asleep: frozenset[str] = frozenset()  # tags of the memory that is freed
 
@@ -53,7 +54,7 @@ class Worker:
         step_bytes, recorded_bytes = self._measure_steps()
         requested = cache_config.kv_cache_memory_bytes
         share = cache_config.gpu_memory_utilization if requested is None else 1.0
-        budget = self.platform.kv_cache_budget_bytes(share)
+        budget = self.platform.kv_cache_budget_bytes(share / self._num_ranks)
         room = max(0, budget - step_bytes - recorded_bytes)
         if requested is None:
             return room

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from vllm.distributed.parallel_state import get_tp_group
 from vllm.exceptions import Failure, FailureKind
 from vllm.utils.transfers import to_device
 from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
@@ -131,16 +132,26 @@ class StepSampler:
             if len(chosen) < batch.num_tokens:
                 last_tokens = to_device(batch.query_start[1:][chosen] - 1, self._device)
                 hidden = hidden[last_tokens]
-            logits = self._compute_logits(hidden)
-            if all(state.takes_most_likely for state in states):
-                sampled = self._sampler.most_likely(logits)
-            else:
-                rows = [self._sampler_row(state) for state in states]
-                sampled = self._sampler(logits, SamplingMetadata.from_rows(rows))
+            sampled = self._choose(states, self._compute_logits(hidden))
         self._last = SampledTokens(
             states, sampled, prompt_logprobs, fails_for_logits=self._fails_for_logits
         )
         return self._last
+
+    def _choose(self, states: list[RequestState], logits: torch.Tensor) -> PendingSample:
+        """Sample on the first rank; the others get its tokens."""
+        ranks = get_tp_group()
+        if not ranks.is_first_rank:
+            return PendingSample.of_tokens(
+                ranks.broadcast(logits.new_empty(len(states), dtype=torch.int64))
+            )
+        if all(state.takes_most_likely for state in states):
+            sampled = self._sampler.most_likely(logits)
+        else:
+            rows = [self._sampler_row(state) for state in states]
+            sampled = self._sampler(logits, SamplingMetadata.from_rows(rows))
+        ranks.broadcast(sampled.token_ids)
+        return sampled
 
     @staticmethod
     def _sampler_row(state: RequestState) -> SamplerRow:

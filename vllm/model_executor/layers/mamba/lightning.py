@@ -14,8 +14,15 @@ from vllm.distributed.parallel_state import (
 )
 from vllm.model_executor.layers.attention_layer_base import register_layer
 from vllm.model_executor.layers.layernorm import WideRMSNorm
-from vllm.model_executor.layers.linear import column_linear, divide, merged_linear, row_linear
+from vllm.model_executor.layers.linear import (
+    column_linear,
+    divide,
+    load_part,
+    merged_linear,
+    row_linear,
+)
 from vllm.model_executor.layers.mamba.recurrent_layer import RecurrentLayer
+from vllm.model_executor.utils import set_weight_attrs
 from vllm.ops.activations import sigmoid_gate
 from vllm.ops.layout import StateTensor
 from vllm.ops.plain_math import silu
@@ -46,6 +53,8 @@ class LightningAttention(RecurrentLayer):
         self.output_gate = column_linear(hidden_size, width, f"{prefix}.output_gate")
         self.out_proj = row_linear(width, hidden_size, f"{prefix}.out_proj")
         self.norm = WideRMSNorm(self.num_heads * head_size)
+        for weight in self.norm.parameters():
+            set_weight_attrs(weight, {"weight_loader": load_part})
         first = get_tensor_model_parallel_rank() * self.num_heads + 1
         heads = torch.arange(first, first + self.num_heads, dtype=torch.float32)
         slopes = torch.exp2(heads * (-8.0 / num_heads)) * slope

@@ -203,6 +203,8 @@ class ConnectorCapabilities(NamedTuple):
     """True if its hooks have to be called inside every pass, so no pass may be recorded."""
     keeps_prefixes: bool = True
     """The class attribute of that name."""
+    takes_rows_only: bool = False
+    """The class attribute of that name."""
 
 
 class KVConnectorBase_V1(ABC):  # noqa: N801 - upstream's name
@@ -228,6 +230,8 @@ class KVConnectorBase_V1(ABC):  # noqa: N801 - upstream's name
     outlives_engine: bool = False
     """True if what it stores is found by other engines of the same checkpoint: then the weights of
     this engine cannot be replaced."""
+    takes_rows_only: bool = False
+    """True if it reads hidden states and no other cache, so that one rank of several has it."""
     reads_all_layers: bool = True
     """True: it needs the cache of every layer, so every request runs all layers. False: it
     takes rows only, or tells requests of different depth apart (``Request.prefix_hashes``)."""
@@ -276,6 +280,7 @@ class KVConnectorBase_V1(ABC):  # noqa: N801 - upstream's name
             cls.keeps,
             cls.requires_piecewise_for_cudagraph(kv_transfer_config.kv_connector_extra_config),
             cls.keeps_prefixes,
+            cls.takes_rows_only,
         )
 
     @classmethod

@@ -96,6 +96,7 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
     reply_when_saved = True
     rows_leave_each_step = True
     keeps = ALL_FIELDS
+    takes_rows_only = True
     reads_all_layers = False
     keeps_prefixes = False
     reads_metadata_later = False

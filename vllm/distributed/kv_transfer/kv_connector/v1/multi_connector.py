@@ -220,6 +220,7 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
             frozenset[str]().union(*(part.keeps for part in parts)),
             any(part.needs_eager_steps for part in parts),
             any(part.keeps_prefixes for part in parts),
+            all(part.takes_rows_only for part in parts),
         )
 
     register_kv_caches = _call_all("register_kv_caches")

@@ -1,0 +1,143 @@
+"""Ranks that exchange tensors: values, order of sums, and ends of a group."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from vllm.distributed import communicators
+from vllm.distributed.communicators import (
+    Communicator,
+    GroupClosedError,
+    SharedMemory,
+    SharedMemoryCommunicator,
+)
+from vllm.distributed.parallel_state import GroupCoordinator
+from vllm.ops.ranks import ALL_THERE, LEFT, TIMED_OUT, meet_ranks
+
+Make = Callable[[int], Communicator]
+RANKS = 3
+
+
+def shared_memory(generation: int = 1, timeout_seconds: float = 20.0, **options: Any) -> Make:
+    memory = SharedMemory(SharedMemory.make_file(RANKS), RANKS)
+    return lambda rank: SharedMemoryCommunicator(
+        memory, rank, generation, timeout_seconds, **options
+    )
+
+
+def on_all(make: Make, run: Callable[[GroupCoordinator], Any]) -> list[Any]:
+    """Call ``run`` on a thread a rank; returns the results or errors, in the order of ranks."""
+    results: list[Any] = [None] * RANKS
+
+    def work(rank: int) -> None:
+        try:
+            results[rank] = run(GroupCoordinator(rank, RANKS, make(rank)))
+        except Exception as error:
+            results[rank] = error
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(RANKS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return results
+
+
+def drawn(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(rank)).to(dtype)
+
+
+@pytest.fixture
+def make(monkeypatch: pytest.MonkeyPatch) -> Make:
+    monkeypatch.setattr(communicators, "PIECE_BYTES", 4096)
+    return shared_memory()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_sums_are_float32_in_the_order_of_ranks(make: Make, dtype: torch.dtype) -> None:
+    shapes = [(1, 1), (3, 5), (61, 72), (300, 7)]
+    results = on_all(
+        make, lambda group: [group.all_reduce(drawn(group.rank, s, dtype)) for s in shapes]
+    )
+    for i, shape in enumerate(shapes):
+        first, second, third = (drawn(rank, shape, dtype).float() for rank in range(RANKS))
+        expected = (first + second + third).to(dtype)
+        assert all(torch.equal(result[i], expected) for result in results)
+
+
+def test_other_collectives(make: Make) -> None:
+    def run(group: GroupCoordinator) -> Any:
+        own = drawn(group.rank, (7, 9), torch.float32)
+        group.barrier()
+        return (
+            group.all_gather(own),
+            group.all_gather(own.t(), dim=0),
+            group.broadcast(torch.tensor([group.rank, 2**40 + group.rank]), src=1),
+            group.broadcast_object({"rank": group.rank, "text": "x" * 5000}, src=2),
+        )
+
+    whole = [drawn(rank, (7, 9), torch.float32) for rank in range(RANKS)]
+    for wide, tall, ids, value in on_all(make, run):
+        assert torch.equal(wide, torch.cat(whole, 1))
+        assert torch.equal(tall, torch.cat(whole, 1).t())
+        assert ids.tolist() == [1, 2**40 + 1]
+        assert value == {"rank": 2, "text": "x" * 5000}
+
+
+def test_a_rank_that_leaves_ends_the_calls_of_the_others(make: Make) -> None:
+    def run(group: GroupCoordinator) -> None:
+        group.barrier()
+        assert group.communicator is not None
+        if group.rank == 1:
+            group.communicator.close()
+        group.barrier()
+
+    assert all(isinstance(error, GroupClosedError) for error in on_all(make, run))
+
+
+def test_a_new_group_in_the_same_memory() -> None:
+    memory = SharedMemory(SharedMemory.make_file(RANKS), RANKS)
+    for generation in (1, 2):
+        make: Make = lambda rank: SharedMemoryCommunicator(memory, rank, generation, 20.0)  # noqa: B023, E731
+        sums = on_all(make, lambda group: int(group.all_reduce(torch.tensor([1.0]))))
+        assert sums == [3, 3, 3]
+        make(0).close()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"timeout_seconds": 0.3}, r"not come for 0.3 s \(distributed_timeout_seconds\)"),
+        ({"are_others_alive": lambda: False}, "has ended"),
+    ],
+)
+def test_a_rank_that_does_not_come(options: dict[str, Any], message: str) -> None:
+    start = time.monotonic()
+    communicator = shared_memory(**options)(0)
+    with pytest.raises(GroupClosedError, match=message):
+        list(communicator.exchange(torch.ones(3)))
+    assert time.monotonic() - start < 5
+    with pytest.raises(GroupClosedError, match="left"):
+        list(communicator.exchange(torch.ones(3)))
+
+
+@pytest.mark.parametrize("meet", [meet_ranks, meet_ranks.body])
+def test_meetings(meet: Callable[..., None]) -> None:
+    flags, state = torch.zeros(3, 8, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+    meet(flags, 0, 5, 1000, state)
+    assert state.item() == TIMED_OUT
+    assert flags[:, 0].tolist() == [5, 0, 0]
+    flags[1, 0] = 7
+    meet(flags, 0, 6, 1000, state)
+    assert state.item() == ALL_THERE
+    flags[2, 0] = 9
+    meet(flags, 0, 7, 1000, state)  # the others are there although one has left
+    assert state.item() == ALL_THERE
+    meet(flags, 0, 8, 10**6, state)
+    assert state.item() == LEFT

@@ -1,0 +1,236 @@
+"""An engine of two ranks: the values of one rank, and an end that leaves nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.engine import rank_functions
+from tests.engine.harness import core_of, engine, extraction_config, greedy, random_prompts
+from tests.grids import at_night
+from tests.models.checkpoints import make_checkpoint
+from tests.models.oracle import relative_error
+from vllm import LLM, AsyncEngineArgs, AsyncLLM, SamplingParams, SteeringVector
+from vllm.hidden_states import HiddenStatesError, HiddenStatesSample
+from vllm.v1.engine.exceptions import EngineDeadError
+
+Checkpoint = Callable[..., Path]
+PROMPTS = random_prompts(7, [61, 5, 34])
+SAMPLED = SamplingParams(max_tokens=7, temperature=0.9, seed=11, ignore_eos=True, n=2)
+OPTIONS: dict[str, Any] = {"max_model_len": 128, "kv_cache_memory_bytes": 2**23}
+LAYERS: list[int | str] = [0, 2, 4, "norm"]
+STEERING = [SteeringVector(torch.linspace(-1, 1, 72), [1], positions=[3, 4])]
+HOOKS = ["blocks.2.hook_attn_out", "blocks.1.hook_mlp_out"]
+
+
+def results(llm: LLM) -> list[HiddenStatesSample]:
+    plain = llm.extract(PROMPTS, layers=LAYERS, hooks=HOOKS, top_logprobs=5)
+    steered = llm.extract(PROMPTS, layers=LAYERS, steering=STEERING)
+    grown = llm.extract(PROMPTS, layers=LAYERS, sampling_params=greedy(5), top_logprobs=3)
+    return [*plain, *steered, *grown]
+
+
+def same_bits(one: list[HiddenStatesSample], other: list[HiddenStatesSample]) -> bool:
+    return all(
+        torch.equal(a.hidden_states, b.hidden_states)
+        and all(torch.equal(a.activations[name], b.activations[name]) for name in a.activations)
+        for a, b in zip(one, other, strict=True)
+    )
+
+
+def tokens(llm: LLM, params: SamplingParams) -> list[list[int]]:
+    outputs = llm.generate(PROMPTS, params, use_tqdm=False)
+    return [list(one.token_ids) for output in outputs for one in output.outputs]
+
+
+@pytest.fixture(scope="module")
+def pair(checkpoint: Checkpoint) -> Iterator[LLM]:
+    """An engine of two ranks, both of whose pools are NaN at the start."""
+    with engine(checkpoint("llama"), tensor_parallel_size=2, **OPTIONS) as llm:
+        llm.collective_rpc(rank_functions.poison)
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def alone(checkpoint: Checkpoint) -> Iterator[LLM]:
+    with engine(checkpoint("llama"), **OPTIONS) as llm:
+        yield llm
+
+
+def test_every_field_has_the_values_of_one_rank(pair: LLM, alone: LLM) -> None:
+    for ours, whole in zip(results(pair), results(alone), strict=True):
+        assert relative_error(ours.hidden_states, whole.hidden_states) < 1e-5
+        for name, values in whole.activations.items():
+            assert relative_error(ours.activations[name], values) < 1e-5
+        if whole.top_logprobs is not None:
+            assert torch.equal(ours.top_token_ids, whole.top_token_ids)
+            torch.testing.assert_close(ours.top_logprobs, whole.top_logprobs, atol=1e-4, rtol=0)
+
+
+def test_tokens_are_those_of_one_rank(pair: LLM, alone: LLM) -> None:
+    for params in (greedy(9), SAMPLED, greedy(3, logprobs=2, prompt_logprobs=1)):
+        assert tokens(pair, params) == tokens(alone, params)
+
+
+def test_ranks_share_the_weights_and_the_pool(pair: LLM, alone: LLM) -> None:
+    first, second = pair.collective_rpc(rank_functions.parameter_bytes)
+    (whole,) = alone.collective_rpc(rank_functions.parameter_bytes)
+    assert first == second < 0.6 * whole
+    assert pair.collective_rpc(rank_functions.rank) == [0, 1]
+    plans = [core_of(llm).kv_cache_config for llm in (pair, alone)]
+    assert plans[0].block_bytes * 2 == plans[1].block_bytes
+
+
+def test_chunks_and_a_tiny_pool_change_no_bit(pair: LLM, checkpoint: Checkpoint) -> None:
+    blocks = {"num_gpu_blocks_override": 13, "max_num_batched_tokens": 16}
+    with engine(checkpoint("llama"), tensor_parallel_size=2, **OPTIONS, **blocks) as llm:
+        assert same_bits(results(llm), results(pair))
+        assert tokens(llm, SAMPLED) == tokens(pair, SAMPLED)
+
+
+def test_files_of_two_ranks(pair: LLM, checkpoint: Checkpoint, tmp_path: Path) -> None:
+    config = extraction_config([0, 2, 4, "norm"], tmp_path / "rows")
+    with engine(checkpoint("llama"), tensor_parallel_size=2, **OPTIONS, **config) as llm:
+        outputs = llm.generate(PROMPTS, greedy(1), use_tqdm=False)
+        for output, sample in zip(outputs, results(pair), strict=False):
+            params: Any = output.kv_transfer_params
+            rows = load_file(params["hidden_states_path"])["hidden_states"]
+            assert torch.equal(rows, sample.hidden_states)
+
+
+def test_weights_change_on_all_ranks(pair: LLM, checkpoint: Checkpoint, tmp_path: Path) -> None:
+    other = make_checkpoint(tmp_path / "other", "llama", seed=77)
+    before = results(pair)
+    pair.update_weights(str(other))
+    with engine(other, **OPTIONS) as llm:
+        for ours, whole in zip(results(pair), results(llm), strict=True):
+            assert relative_error(ours.hidden_states, whole.hidden_states) < 1e-5
+    pair.sleep(level=1)
+    pair.wake_up()
+    pair.update_weights(load_file(checkpoint("llama") / "model.safetensors"))
+    assert same_bits(results(pair), before)
+
+
+@pytest.mark.parametrize("failing_rank", [0, 1])
+def test_a_step_that_fails_on_one_rank_fails_alone(pair: LLM, failing_rank: int) -> None:
+    before = results(pair)
+    pair.collective_rpc(rank_functions.fail_in_next_pass, args=(failing_rank,))
+    (failed,) = pair.extract(PROMPTS[:1], layers=[4], on_error="yield")
+    assert "planted" in str(failed)
+    assert same_bits(results(pair), before)
+
+
+def test_what_ranks_cannot_do_is_refused_by_name(pair: LLM, checkpoint: Checkpoint) -> None:
+    with pytest.raises(ValueError, match=r"hook_z' is cut over the ranks.*tensor_parallel_size=1"):
+        list(pair.extract(PROMPTS[:1], layers=[1], hooks=["blocks.1.attn.hook_z"]))
+    offloading = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
+    for options, message in (
+        ({"distributed_executor_backend": "uni"}, "'uni' has one rank"),
+        ({"enable_lora": True}, "=2 with enable_lora"),
+        ({"kv_transfer_config": offloading}, "=2 with kv_connector='OffloadingConnector'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            LLM(str(checkpoint("llama")), **{**OPTIONS, "tensor_parallel_size": 2, **options})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        at_night({"tensor_parallel_size": 3}, r"tensor_parallel_size=3 and the 2 key/value heads"),
+        at_night({"model_impl": "transformers"}, "=2: .* other packages"),
+    ],
+)
+def test_a_model_that_cannot_be_cut(
+    checkpoint: Checkpoint, options: dict[str, Any], message: str
+) -> None:
+    others = rank_processes()
+    with pytest.raises(ValueError, match=message):
+        LLM(str(checkpoint("llama")), **{**OPTIONS, "tensor_parallel_size": 2, **options})
+    assert rank_processes() == others
+
+
+def rank_processes(parent: int | None = None) -> set[int]:
+    """The processes of ranks below this one, or below ``parent``."""
+    children = psutil.Process(parent).children(recursive=True)
+    return {one.pid for one in children if "rank_process" in command_of(one)}
+
+
+def command_of(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come true"
+        time.sleep(0.05)
+
+
+@pytest.mark.exhaustive
+def test_a_killed_rank_ends_the_engine(checkpoint: Checkpoint) -> None:
+    others = rank_processes()
+    with LLM(str(checkpoint("llama")), tensor_parallel_size=2, **OPTIONS) as llm:
+        assert len(list(llm.extract(PROMPTS, layers=[4]))) == 3
+        (pid,) = rank_processes() - others
+        assert llm.collective_rpc(rank_functions.pid) == [os.getpid(), pid]
+        os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: rank_processes() == others)
+        died = r"rank 1 ended with status -9"
+        with pytest.raises((EngineDeadError, HiddenStatesError), match=died):
+            list(llm.extract(PROMPTS, layers=[4]))
+    assert rank_processes() == others
+
+
+def test_a_rank_killed_in_a_step_fails_its_requests(checkpoint: Checkpoint) -> None:
+    others = rank_processes()
+    with LLM(str(checkpoint("llama")), tensor_parallel_size=2, **OPTIONS) as llm:
+        llm.collective_rpc(rank_functions.hang_in_next_pass, args=(1,))
+        (pid,) = rank_processes() - others
+        threading.Timer(0.5, os.kill, (pid, signal.SIGKILL)).start()
+        (failed,) = llm.extract(PROMPTS[:1], layers=[4], on_error="yield")
+        assert "rank 1 ended with status -9" in str(failed)
+    assert rank_processes() == others
+
+
+@pytest.mark.exhaustive
+def test_a_rank_that_hangs_ends_the_engine(
+    checkpoint: Checkpoint, capfd: pytest.CaptureFixture[str]
+) -> None:
+    limit = {"distributed_timeout_seconds": 5.0}
+    with LLM(str(checkpoint("llama")), tensor_parallel_size=2, **OPTIONS, **limit) as llm:
+        llm.collective_rpc(rank_functions.hang_in_next_pass, args=(1,))
+        (failed,) = llm.extract(PROMPTS[:1], layers=[4], on_error="yield")
+        assert "rank 1 has not answered for 5 s (distributed_timeout_seconds)" in str(failed)
+    assert "rank_functions.py" in capfd.readouterr().err  # the stacks
+
+
+def test_nothing_is_left_of_an_engine_in_another_process(checkpoint: Checkpoint) -> None:
+    async def run() -> None:
+        args = AsyncEngineArgs(str(checkpoint("llama")), tensor_parallel_size=2, **OPTIONS)
+        llm = AsyncLLM.from_engine_args(args)
+        (sample,) = [one async for one in llm.extract([PROMPTS[0]], layers=[4])]
+        assert sample.hidden_states.shape == (61, 1, 72)
+        (pid,) = rank_processes() - others
+        os.kill(pid, signal.SIGKILL)
+        await asyncio.to_thread(wait_until, lambda: rank_processes() == others)
+        with pytest.raises(EngineDeadError):
+            await anext(aiter(llm.extract([PROMPTS[0]], layers=[4])))
+        await llm.shutdown()
+
+    others = rank_processes()
+    asyncio.run(run())
+    assert rank_processes() == others

@@ -1,0 +1,97 @@
+"""Every family with a class of its own on two ranks, against one.
+
+    python -m tests.models.ranks_of_families [FAMILY ...]     # all without; prints a table
+
+Rows at all boundaries, log-probabilities and tokens of two ranks have to be those of one, within
+1e-4 of a row's rms; in chunks, with prefix hits and alone they have to be the same bits. It ends
+with status 1 when a family differs, or cannot be cut for another reason than its sizes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from contextlib import redirect_stdout
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.engine.harness import greedy
+from tests.models.families import FAMILIES
+from tests.models.kinds_of_run import Family
+from tests.models.oracle import relative_error
+
+MOST_ERROR = 1e-4
+TOP = 4
+
+
+def results(family: Family, **options: Any) -> tuple[list[torch.Tensor], Any, Any]:
+    with family.engine(**options) as llm:
+        has_head = core_has_head(llm)
+        top = TOP if has_head else None
+        samples = list(llm.extract(family.asked(), layers=family.layers, top_logprobs=top))
+        rows = [sample.hidden_states for sample in samples]
+        alone = next(iter(llm.extract(family.asked(1), layers=family.layers))).hidden_states
+        assert torch.equal(alone, rows[1]), "alone and with a prefix hit: other bits"
+        if not has_head:
+            return rows, None, None
+        outputs = llm.generate(family.asked(), greedy(max_tokens=6), use_tqdm=False)
+        tokens = [output.outputs[0].token_ids for output in outputs]
+        return rows, [sample.top_logprobs for sample in samples], tokens
+
+
+def core_has_head(llm: Any) -> bool:
+    return llm.llm_engine.engine_core.executor.no_head_reason() is None
+
+
+def compare(family: Family) -> str:
+    rows, logprobs, tokens = results(family)
+    other_rows, other_logprobs, other_tokens = results(family, tensor_parallel_size=2)
+    with family.engine(tensor_parallel_size=2, max_num_batched_tokens=16) as llm:
+        for chunked, whole in zip(family.extracted(llm, family.layers), other_rows, strict=True):
+            assert torch.equal(chunked, whole), "chunks: other bits"
+    errors = [
+        relative_error(o[:, i], r[:, i])
+        for r, o in zip(rows, other_rows, strict=True)
+        for i in range(r.shape[1])
+    ]
+    assert max(errors) <= MOST_ERROR, f"rows are {max(errors):.0e} of the rms away"
+    if logprobs is not None:
+        away = max(
+            float((a - b).abs().max()) for a, b in zip(logprobs, other_logprobs, strict=True)
+        )
+        assert away <= 1e-3, f"log-probabilities are {away:.0e} away"
+        assert tokens == other_tokens, "other tokens"
+    return f"rows {max(errors):.0e}"
+
+
+def checked(name: str, folder: Path) -> str:
+    """Compare a family in words. ValueError: its sizes cannot be cut in two."""
+    with redirect_stdout(StringIO()):
+        return compare(Family(name, folder))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("families", nargs="*", default=sorted(FAMILIES))
+    failed = 0
+    for name in parser.parse_args().families:
+        start = time.monotonic()
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                result = checked(name, Path(folder))
+            except Exception as error:
+                is_size = isinstance(error, ValueError) and "tensor_parallel_size=2" in str(error)
+                failed += not is_size
+                kind = "refused" if is_size else "WRONG"
+                result = f"{kind}: {type(error).__name__}: {str(error).splitlines()[0][:150]}"
+        print(f"{name:24} {time.monotonic() - start:5.1f} s  {result}", flush=True)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

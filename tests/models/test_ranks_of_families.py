@@ -1,0 +1,24 @@
+"""Families on two ranks: a hybrid one with experts by day, at night all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.grids import at_night
+from tests.models.families import FAMILIES
+from tests.models.ranks_of_families import checked
+
+BY_DAY = "qwen3_5_moe"
+
+
+@pytest.mark.parametrize("name", [BY_DAY, *map(at_night, sorted(FAMILIES.keys() - {BY_DAY}))])
+def test_two_ranks_have_the_values_of_one(name: str, tmp_path: Path) -> None:
+    try:
+        result = checked(name, tmp_path)
+    except ValueError as error:  # sizes of the tiny checkpoint
+        if name == BY_DAY or "tensor_parallel_size=2" not in str(error):
+            raise
+    else:
+        assert result.startswith("rows")

@@ -1,0 +1,94 @@
+"""Python modules that run in processes of their own and end with their parent.
+
+The parent writes one pickled object to the child's standard input and keeps the pipe open. When
+the pipe closes, the parent has ended in some way, and the child ends (:func:`end_with_parent`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import weakref
+from collections.abc import Collection
+
+
+def private_folder(prefix: str) -> str:
+    """Make a temporary folder that only this user can enter. ValueError: none is writable."""
+    try:
+        return tempfile.mkdtemp(prefix=prefix)  # mode 0700
+    except OSError as error:
+        raise ValueError(
+            f"no folder for temporary files can be written ({error.strerror}); set TMPDIR to "
+            "one where this user may create files"
+        ) from None
+
+
+class ChildProcess:
+    """A module that runs as ``python -m MODULE FOLDER``. The folder is removed at its end.
+
+    It inherits these file descriptors, with their numbers.
+    """
+
+    def __init__(self, module: str, folder: str, file_descriptors: Collection[int] = ()) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", module, folder],
+            stdin=subprocess.PIPE,
+            pass_fds=file_descriptors,
+        )
+        self._cleanup = weakref.finalize(self, _end_process, self._process, folder)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def status(self) -> int | None:
+        """Its exit status, negative for a signal; None while it runs."""
+        return self._process.poll()
+
+    @property
+    def is_alive(self) -> bool:
+        return self.status is None
+
+    def send(self, settings: object) -> None:
+        """Hand over the object that the child waits for. BrokenPipeError: it is gone."""
+        stream = self._process.stdin
+        assert stream is not None
+        pickle.dump(settings, stream)
+        stream.flush()
+
+    def wait(self) -> int:
+        return self._process.wait()
+
+    def end(self, grace_seconds: float = 0.0) -> None:
+        """Give the process ``grace_seconds`` to end, then kill it; remove the folder."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(grace_seconds)
+        self._cleanup()
+
+
+def _end_process(process: subprocess.Popen[bytes], folder: str) -> None:
+    process.kill()
+    process.wait()
+    if process.stdin is not None:
+        process.stdin.close()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def end_with_parent(folder: str) -> None:
+    """End this process when standard input closes: the parent is gone, even after SIGKILL."""
+
+    def watch() -> None:
+        # The raw descriptor: a thread inside the buffered object would break the exit.
+        while os.read(sys.stdin.fileno(), 4096):
+            pass
+        shutil.rmtree(folder, ignore_errors=True)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="end-with-parent", daemon=True).start()

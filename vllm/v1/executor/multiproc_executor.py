@@ -1,0 +1,299 @@
+"""The executor of several ranks: the first in the engine core's process, the others in their own.
+
+All ranks do the same calls in the same order, each with its slice of the model. The first rank
+alone keeps rows, samples tokens and has the connector, so nothing but calls, and tensors inside a
+pass, travels between the processes.
+
+A rank that fails in a call leaves the group, which ends the call for all others; then all meet in a
+new group, and the next call begins. If a process ends or does not answer, the engine is dead
+(:attr:`UniProcExecutor.dead_because`).
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+import platform
+import signal
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import zmq
+
+from vllm.distributed.communicators import (
+    GroupClosedError,
+    SharedMemory,
+    SharedMemoryCommunicator,
+)
+from vllm.distributed.parallel_state import ALONE, GroupCoordinator, use_tp_group
+from vllm.exceptions import Failure, FailureError, FailureKind
+from vllm.logger import init_logger, log_format
+from vllm.model_classes import ModelRegistry
+from vllm.model_executor.layers.linear import RowParallelLinear
+from vllm.ops.ranks import meet_ranks
+from vllm.utils.child_process import ChildProcess, private_folder
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.engine.core_messages import WorkerCall
+from vllm.v1.executor.rank_messages import RankAnswer, RankCall, RankSettings
+from vllm.v1.executor.uniproc_executor import UniProcExecutor
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.outputs import ModelRunnerOutput, PendingOutput
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.model_executor.hook_points import HookPoint
+
+logger = init_logger(__name__)
+
+POLL_MILLISECONDS = 200
+END_SECONDS = 5.0
+"""Time that a process has to end before it is killed."""
+KEPT_ANSWERS = 8
+"""Calls whose answers may be read again: those of a step are, when the next one fails."""
+STACKS_SECONDS = 1.0
+"""Time that a process which hangs has to write its stacks into the log."""
+
+
+class RankDiedError(Exception):
+    """A rank's process ended or hangs; the message says which and how."""
+
+
+class RankProcess(ChildProcess):
+    """Another rank's process, with the calls that it was sent."""
+
+    def __init__(
+        self, context: zmq.Context[Any], rank: int, timeout_seconds: float, shared_memory: int
+    ) -> None:
+        self.rank = rank
+        self._timeout_seconds = timeout_seconds
+        self._answers: dict[int, RankAnswer] = {}
+        folder = private_folder("vllm-rank-")
+        self._socket = context.socket(zmq.PAIR)
+        self._socket.bind(f"ipc://{folder}/calls")
+        super().__init__("vllm.v1.executor.rank_process", folder, (shared_memory,))
+
+    def call(self, message: bytes) -> None:
+        self._socket.send(message)
+
+    def answer(self, number: int) -> RankAnswer:
+        """Wait for the answer to a call. RankDiedError: it does not come."""
+        deadline = time.monotonic() + self._timeout_seconds
+        while number not in self._answers:
+            if self._socket.poll(POLL_MILLISECONDS):
+                answer: RankAnswer = pickle.loads(self._socket.recv())
+                self._answers[answer.number] = answer
+            elif (status := self.status) is not None:
+                raise RankDiedError(f"the process of rank {self.rank} ended with status {status}")
+            elif time.monotonic() > deadline:
+                self._write_stacks()
+                raise RankDiedError(
+                    f"rank {self.rank} has not answered for {self._timeout_seconds:g} s "
+                    "(distributed_timeout_seconds); its stacks are in the log"
+                )
+        for old in [one for one in self._answers if one <= number - KEPT_ANSWERS]:
+            del self._answers[old]
+        return self._answers[number]
+
+    def _write_stacks(self) -> None:
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGUSR1)
+            time.sleep(STACKS_SECONDS)
+
+    def dismiss(self) -> None:
+        """Ask the process to end."""
+        with suppress(zmq.ZMQError):
+            self._socket.send(pickle.dumps(None), zmq.NOBLOCK)
+
+
+class MultiprocExecutor(UniProcExecutor):
+    """Calls the workers of all ranks."""
+
+    def __init__(self, vllm_config: VllmConfig) -> None:
+        self._config = vllm_config
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._group = ALONE
+        self._num_calls = self._num_groups = 0
+        self._others: list[RankProcess] = []
+        self._death, self._is_ending = threading.Lock(), False
+        try:
+            self._start_others()
+            self._meet()
+            with self._together("load_model"):
+                super().__init__(vllm_config)
+        except BaseException:
+            self._end_others()
+            raise
+
+    def _start_others(self) -> None:
+        """Start the other processes, with memory that all ranks share."""
+        parallel = self._config.parallel_config
+        if not (meet_ranks.is_overridden("cpu") or platform.machine() in ("x86_64", "AMD64")):
+            raise ValueError(
+                f"tensor_parallel_size={parallel.tensor_parallel_size}: on {platform.machine()} "
+                "ranks need this package's compiled kernels; use 1"
+            )
+        file = SharedMemory.make_file(parallel.world_size)
+        try:
+            self._memory = SharedMemory(file, parallel.world_size)
+            for rank in range(1, parallel.world_size):
+                seconds = parallel.distributed_timeout_seconds
+                self._others.append(RankProcess(self._context, rank, seconds, file))
+        finally:
+            os.close(file)
+        for other in self._others:
+            config = copy.copy(self._config)
+            config.parallel_config = replace(parallel, rank=other.rank)
+            models = ModelRegistry.snapshot()
+            other.send(RankSettings(config, other.rank, file, models, log_format()))
+            threading.Thread(target=self._watch, args=(other,), daemon=True).start()
+
+    def determine_available_memory(self) -> int:
+        with self._together("determine_available_memory") as others:
+            own = super().determine_available_memory()
+        least: int = min(own, *others)
+        return least
+
+    def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
+        with self._together("initialize_from_config", kv_cache_config):
+            super().initialize_from_config(kv_cache_config)
+
+    def collective_rpc(self, call: WorkerCall) -> list[Any]:
+        with self._together("collective_rpc", call) as others:
+            own = super().collective_rpc(call)
+        return [*own, *others]
+
+    def execute_model(self, scheduled: SchedulerOutput) -> PendingOutput:
+        if self.dead_because is not None and not scheduled.total_num_scheduled_tokens:
+            return PendingOutput(ModelRunnerOutput(), [])
+        number = self._call("execute_model", replace(scheduled, kv_connector_metadata=None))
+        with self._regroups(number), use_tp_group(self._group):
+            pending = super().execute_model(scheduled)
+        return pending._replace(parts=[partial(self._confirm, number), *pending.parts])
+
+    def find_hooks(self, names: Iterable[str]) -> list[HookPoint]:
+        points = super().find_hooks(names)
+        for point in points:
+            if point.part == "input" and isinstance(point.module, RowParallelLinear):
+                raise ValueError(
+                    f"hooks: {point.names[0]!r} is cut over the ranks of tensor_parallel_size="
+                    f"{self._group.world_size}; leave it out, or use tensor_parallel_size=1"
+                )
+        return points
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        self._end_others()
+
+    # ---- calls of all ranks
+
+    @contextmanager
+    def _together(self, method: str, *args: Any) -> Iterator[list[Any]]:
+        """Let the others do what the block does here; the list has their results at its end."""
+        results: list[Any] = []
+        number = self._call(method, *args)
+        with self._regroups(number):
+            with use_tp_group(self._group):
+                yield results
+            results += self._results(number)
+
+    def _call(self, method: str, *args: Any) -> int:
+        if self.dead_because is not None:
+            raise FailureError(Failure(FailureKind.ENGINE_DEAD, self.dead_because))
+        self._num_calls += 1
+        try:
+            message = pickle.dumps(RankCall(self._num_calls, method, args))
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise ValueError(f"{method}: other ranks cannot be told: {error}") from error
+        for other in self._others:
+            other.call(message)
+        return self._num_calls
+
+    def _results(self, number: int) -> Sequence[Any]:
+        """Wait for the others to end a call. FailureError: one of them failed by itself."""
+        answers = [other.answer(number) for other in self._others]
+        _raise_first_failure(answers, self._others)
+        return [answer.result for answer in answers]
+
+    def _confirm(self, number: int, output: object) -> None:
+        """Wait for the others to end a step; their output is that of the first rank."""
+        with self._regroups(number):
+            self._results(number)
+
+    @contextmanager
+    def _regroups(self, number: int) -> Iterator[None]:
+        """Bring all ranks together again when the block fails, and raise what failed first."""
+        try:
+            yield
+        except BaseException as error:
+            try:
+                answers = self._meet(number)
+            except RankDiedError as death:
+                self._die(death)
+                raise FailureError(Failure(FailureKind.ENGINE_DEAD, str(death))) from error
+            if isinstance(error, GroupClosedError):  # the others have the reason
+                _raise_first_failure(answers, self._others)
+            raise
+
+    def _meet(self, number: int | None = None) -> list[RankAnswer]:
+        """Form a new group; returns what the others answered to call ``number`` before that.
+
+        RankDiedError: one of them cannot come.
+        """
+        if self._group.communicator is not None:
+            self._group.communicator.close()
+        answers = [] if number is None else [other.answer(number) for other in self._others]
+        self._num_groups += 1
+        joined = self._call("join", self._num_groups)
+        for other in self._others:
+            other.answer(joined)
+        parallel = self._config.parallel_config
+        communicator = SharedMemoryCommunicator(
+            self._memory,
+            0,
+            self._num_groups,
+            parallel.distributed_timeout_seconds,
+            lambda: all(other.is_alive for other in self._others),
+        )
+        self._group = GroupCoordinator(0, parallel.world_size, communicator)
+        return answers
+
+    def _watch(self, other: RankProcess) -> None:
+        """Take in the end of a process also while nothing is computed."""
+        status = other.wait()
+        if not self._is_ending:
+            self._die(RankDiedError(f"the process of rank {other.rank} ended with status {status}"))
+
+    def _die(self, death: RankDiedError) -> None:
+        with self._death:
+            if self.dead_because is not None:
+                return
+            self.dead_because = str(death)
+        logger.error("the engine cannot go on: %s", death)
+        if self.on_death is not None:
+            self.on_death()
+
+    def _end_others(self) -> None:
+        self._is_ending = True
+        for other in self._others:
+            other.dismiss()
+        for other in self._others:
+            other.end(0.0 if self.dead_because else END_SECONDS)
+        self._others = []
+        self._context.destroy(linger=0)
+
+
+def _raise_first_failure(answers: Sequence[RankAnswer], ranks: Sequence[RankProcess]) -> None:
+    """Raise what ended a call for all ranks, if one of these ranks knows it."""
+    failed = [pair for pair in zip(answers, ranks, strict=True) if pair[0].failure is not None]
+    for answer, rank in sorted(failed, key=lambda pair: pair[0].was_cut_off):
+        assert answer.failure is not None
+        if answer.failure.kind is FailureKind.BAD_REQUEST:
+            raise ValueError(answer.failure.message)
+        message = f"rank {rank.rank}: {answer.failure.message}"
+        raise FailureError(Failure(answer.failure.kind, message))

@@ -1,0 +1,42 @@
+"""Messages between the process of an engine core and those of its other ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from vllm.config import VllmConfig
+from vllm.exceptions import Failure
+from vllm.logger import LogFormat
+
+
+@dataclass(frozen=True)
+class RankSettings:
+    """Everything that a rank's process needs to know."""
+
+    vllm_config: VllmConfig
+    rank: int
+    shared_memory: int
+    """Descriptor of a file (``SharedMemory.make_file``) that the process inherits."""
+    models: dict[str, str]
+    """Architectures registered in the engine core's process: name -> "module:Class"."""
+    log_format: LogFormat
+
+
+class RankCall(NamedTuple):
+    """Something that all ranks do at the same time."""
+
+    number: int
+    method: str
+    """A method of ``rank_process.Rank``."""
+    args: tuple[Any, ...]
+
+
+class RankAnswer(NamedTuple):
+    """The end of a call."""
+
+    number: int
+    result: Any = None
+    failure: Failure | None = None
+    was_cut_off: bool = False
+    """True if the call failed because another rank had left the group."""

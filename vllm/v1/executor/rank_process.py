@@ -1,0 +1,120 @@
+"""A rank that is not the first, in its own process: ``python -m vllm.v1.executor.rank_process
+FOLDER``.
+
+It does what the first rank does (:mod:`vllm.v1.executor.multiproc_executor`), at the same time, but
+keeps no rows and reports no tokens.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import pickle
+import signal
+import sys
+from typing import Any
+
+import zmq
+
+from vllm.distributed.communicators import (
+    GroupClosedError,
+    SharedMemory,
+    SharedMemoryCommunicator,
+)
+from vllm.distributed.parallel_state import ALONE, GroupCoordinator, use_tp_group
+from vllm.exceptions import Failure, FailureKind, kind_of
+from vllm.logger import init_logger, set_log_format
+from vllm.model_classes import ModelRegistry
+from vllm.plugins import load_general_plugins
+from vllm.utils.child_process import end_with_parent
+from vllm.utils.gc_utils import settle_garbage_collector
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.engine.core_messages import WorkerCall
+from vllm.v1.executor.rank_messages import RankAnswer, RankCall, RankSettings
+from vllm.v1.executor.uniproc_executor import call_worker, worker_class
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.worker.gpu_worker import Worker
+
+logger = init_logger(__name__)
+
+
+class Rank:
+    """The methods that the first rank calls, with the worker of this one."""
+
+    worker: Worker
+
+    def __init__(self, settings: RankSettings) -> None:
+        self._config = settings.vllm_config
+        self._rank = settings.rank
+        self._memory = SharedMemory(settings.shared_memory, self._config.parallel_config.world_size)
+        self._group = ALONE
+
+    def answer(self, call: RankCall) -> RankAnswer:
+        """Carry out a call. After a failure no rank waits for this one."""
+        try:
+            with use_tp_group(self._group):
+                result = getattr(self, call.method)(*call.args)
+            return RankAnswer(call.number, result)
+        except Exception as error:
+            self._leave()
+            was_cut_off, is_refusal = (isinstance(error, c) for c in (GroupClosedError, ValueError))
+            if not was_cut_off and not is_refusal:
+                logger.exception("rank %d: %s failed", self._rank, call.method)
+            kind = kind_of(error, FailureKind.STEP_FAILED)
+            text = str(error) if is_refusal else f"{type(error).__name__}: {error}"
+            failure = Failure(FailureKind.BAD_REQUEST if is_refusal else kind, text)
+            return RankAnswer(call.number, failure=failure, was_cut_off=was_cut_off)
+
+    def join(self, generation: int) -> None:
+        """Leave the group for a new one."""
+        self._leave()
+        parallel = self._config.parallel_config
+        seconds = parallel.distributed_timeout_seconds
+        communicator = SharedMemoryCommunicator(self._memory, self._rank, generation, seconds)
+        self._group = GroupCoordinator(self._rank, parallel.world_size, communicator)
+
+    def _leave(self) -> None:
+        if self._group.communicator is not None:
+            self._group.communicator.close()
+
+    def load_model(self) -> None:
+        load_general_plugins()
+        self.worker = worker_class(self._config)(self._config)
+        self.worker.load_model()
+
+    def determine_available_memory(self) -> int:
+        return self.worker.determine_available_memory()
+
+    def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
+        self.worker.initialize_from_config(kv_cache_config)
+
+    def execute_model(self, scheduled: SchedulerOutput) -> None:
+        self.worker.model_runner.execute_model(scheduled).result()
+
+    def collective_rpc(self, call: WorkerCall) -> Any:
+        return call_worker(self.worker, call)
+
+
+def main() -> int:
+    # Signals may reach the whole process group; the engine core decides what they mean.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    folder = sys.argv[1]
+    settings: RankSettings = pickle.load(sys.stdin.buffer)
+    set_log_format(settings.log_format)
+    end_with_parent(folder)
+    ModelRegistry.restore(settings.models)
+    rank = Rank(settings)
+    settle_garbage_collector()
+    context: zmq.Context[Any] = zmq.Context()
+    with context.socket(zmq.PAIR) as socket:
+        socket.connect(f"ipc://{folder}/calls")
+        while True:
+            call: RankCall | None = pickle.loads(socket.recv())
+            if call is None:
+                return 0
+            socket.send(pickle.dumps(rank.answer(call)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
