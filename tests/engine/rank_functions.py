@@ -43,3 +43,8 @@ def hang_in_next_pass(worker: Any, hanging_rank: int) -> None:
         return
     layer = worker.model_runner.model.model.layers[1]
     layer.register_forward_pre_hook(lambda *_: time.sleep(3600))
+
+
+def has_computed(worker: Any) -> bool:
+    """Return whether the pool has keys and values of some token, besides those of warming up."""
+    return bool(worker.model_runner.pool[1:].any())

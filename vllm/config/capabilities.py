@@ -115,12 +115,18 @@ def _check_connector(config: VllmConfig) -> None:
 
 def _check_ranks(config: VllmConfig) -> None:
     """Refuse options that do not work for several ranks."""
-    size, transfer = config.parallel_config.tensor_parallel_size, config.connector_config
+    parallel, transfer = config.parallel_config, config.connector_config
+    size, device = parallel.tensor_parallel_size, config.device_config.device_type
+    if parallel.data_parallel_size > 1 and device != "cpu":
+        raise ValueError(
+            f"data_parallel_size={parallel.data_parallel_size} with device={device!r}: engines "
+            "side by side run on CPUs only; start one server for each device, or use vllm extract"
+        )
     if size == 1:
         return
     reason: str | None = None
-    if config.device_config.device_type != "cpu":
-        reason = f"device={config.device_config.device_type!r}: ranks run on CPUs only"
+    if device != "cpu":
+        reason = f"device={device!r}: ranks run on CPUs only"
     elif config.lora_config.enable_lora:
         reason = "enable_lora: adapters are not cut over ranks"
     elif transfer is not None and not _declared(transfer).takes_rows_only:

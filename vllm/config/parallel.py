@@ -22,8 +22,8 @@ class ParallelConfig:
         int, Field(ge=1), Option(short_flag="-pp", supported=(1,))
     ] = 1
     """Number of stages, each with a part of the layers."""
-    data_parallel_size: Annotated[int, Field(ge=1), ONE_ONLY] = 1
-    """Number of engines that serve side by side."""
+    data_parallel_size: Annotated[int, Field(ge=1), Option(short_flag="-dp")] = 1
+    """Number of engines that serve side by side, each a process (on CPUs)."""
     decode_context_parallel_size: Annotated[int, Field(ge=1), ONE_ONLY] = 1
     """Number of ranks over which the tokens of a sequence are spread while decoding."""
     prefill_context_parallel_size: Annotated[int, Field(ge=1), ONE_ONLY] = 1
@@ -41,6 +41,8 @@ class ParallelConfig:
     """Accepted and without effect: there is one way to sum over ranks."""
     worker_extension_cls: str = ""
     """A class whose methods workers get, as "module.Class", for `collective_rpc`."""
+    data_parallel_rank: Annotated[int, Field(ge=0), DERIVED] = 0
+    """This engine's number among the ``data_parallel_size``."""
     rank: Annotated[int, Field(ge=0), DERIVED] = 0
     """This process's number among the ``world_size`` ranks of the engine."""
 

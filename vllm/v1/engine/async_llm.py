@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import threading
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, get_args
 
 from vllm.distributed.kv_events import events_from_message
@@ -18,6 +20,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreOutput, FinishReason
 from vllm.v1.engine.async_extraction import AsyncExtraction
 from vllm.v1.engine.core_client import AsyncCoreClient, CoreHandle
+from vllm.v1.engine.core_group import CoreGroup
 from vllm.v1.engine.core_messages import (
     AbortRequests,
     AddRequest,
@@ -61,14 +64,13 @@ class AsyncLLM(AsyncExtraction, AsyncWorkerCalls):
         handle: CoreHandle | None = None,
         num_renderer_threads: int = 2,
     ) -> None:
-        self._handle = handle or CoreHandle()
-        self._handle.configure(vllm_config)
+        self._handles = self._start_cores(vllm_config, handle or CoreHandle())
         super().__init__(vllm_config, num_renderer_threads)
         self.stats = EngineStats()
         self.started = CoreStarted()
         self.on_stats: list[Callable[[EngineStats], None]] = []
         """Called with the statistics of every step."""
-        self._client: AsyncCoreClient | None = None
+        self._client: AsyncCoreClient | CoreGroup | None = None
         self._starting = asyncio.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loop_lock = threading.Lock()
@@ -80,6 +82,20 @@ class AsyncLLM(AsyncExtraction, AsyncWorkerCalls):
         """Set unless the engine is paused."""
         self._may_begin.set()
         self._calls = PendingCalls()
+
+    @staticmethod
+    def _start_cores(vllm_config: VllmConfig, first: CoreHandle) -> list[CoreHandle]:
+        """Start one core for each rank of data parallelism, the first of which has been."""
+        parallel = vllm_config.parallel_config
+        if parallel.data_parallel_size == 1:
+            first.configure(vllm_config)
+            return [first]
+        handles = [first, *(CoreHandle() for _ in range(1, parallel.data_parallel_size))]
+        for number, handle in enumerate(handles):
+            config = copy.copy(vllm_config)
+            config.parallel_config = replace(parallel, data_parallel_rank=number)
+            handle.configure(config)
+        return handles
 
     @classmethod
     def from_engine_args(cls, engine_args: AsyncEngineArgs) -> AsyncLLM:
@@ -100,7 +116,7 @@ class AsyncLLM(AsyncExtraction, AsyncWorkerCalls):
         async with self._starting:
             await self.check_health()
             if self._client is None:
-                client = AsyncCoreClient(self._handle, self._take_report, self._die)
+                client = self._make_client()
                 try:
                     self.started = await client.start()
                 except BaseException:
@@ -111,6 +127,11 @@ class AsyncLLM(AsyncExtraction, AsyncWorkerCalls):
                 self.input_processor = self._make_input_processor()
                 self._client = client
         return self.started
+
+    def _make_client(self) -> AsyncCoreClient | CoreGroup:
+        if len(self._handles) == 1:
+            return AsyncCoreClient(self._handles[0], self._take_report, self._die)
+        return CoreGroup(self._handles, self._take_report, self._die)
 
     def _check_loop(self) -> None:
         """Raise RuntimeError if the engine was started in another event loop."""
@@ -135,7 +156,8 @@ class AsyncLLM(AsyncExtraction, AsyncWorkerCalls):
         self._death = self._death or "the engine was shut down"
         client, self._client = self._client, None
         if client is None:
-            await asyncio.to_thread(self._handle.end)
+            for handle in self._handles:
+                await asyncio.to_thread(handle.end)
         elif is_orphan:
             client.abandon()
         else:
@@ -166,8 +188,8 @@ class AsyncLLM(AsyncExtraction, AsyncWorkerCalls):
 
     @property
     def core_pid(self) -> int:
-        """Process id of the engine core."""
-        return self._handle.pid
+        """Process id of the engine core, of several the first."""
+        return self._handles[0].pid
 
     async def check_health(self) -> None:
         """Raise EngineDeadError if the core is gone."""

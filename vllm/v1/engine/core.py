@@ -68,7 +68,9 @@ class EngineCore:
         self.vllm_config = vllm_config
         if (transfer := vllm_config.connector_config) is not None:
             KVConnectorFactory.get_connector_class(transfer).check_config(vllm_config)
-        self._publisher = EventPublisherFactory.create(vllm_config.kv_events_config)
+        self._publisher = EventPublisherFactory.create(
+            vllm_config.kv_events_config, vllm_config.parallel_config.data_parallel_rank
+        )
         with ExitStack() as undo:
             undo.callback(self._publisher.shutdown)
             self.executor = create_executor(vllm_config)

@@ -37,6 +37,11 @@ class LLMEngine(EngineFrontEnd):
 
     def __init__(self, vllm_config: VllmConfig) -> None:
         super().__init__(vllm_config)
+        if (size := vllm_config.parallel_config.data_parallel_size) > 1:
+            raise ValueError(
+                f"data_parallel_size={size}: LLM has one engine; use AsyncLLM, vllm serve or vllm "
+                "extract, or make an LLM in each of several processes"
+            )
         self.engine_core = EngineCore(vllm_config)
         self._shutdown = weakref.finalize(self, self.engine_core.shutdown)
         self.input_processor = self._make_input_processor()

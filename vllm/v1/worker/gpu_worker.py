@@ -33,7 +33,8 @@ class Worker:
         self.device = torch.device(vllm_config.device_config.device_type)
         self.platform = vllm_config.device_config.platform
         self.platform.prepare_process()
-        self._num_ranks = vllm_config.parallel_config.world_size  # all of them on this machine
+        parallel = vllm_config.parallel_config
+        self._num_ranks = parallel.world_size * parallel.data_parallel_size  # on this machine
         self.platform.set_num_threads(self._num_ranks)
         self.model_runner = GPUModelRunner(vllm_config, self.device)
         self._asleep: frozenset[str] = frozenset()  # tags of the memory that is freed

@@ -1,0 +1,184 @@
+"""Several engine cores behind one front end (data parallelism).
+
+Each core is a whole engine in its own process and serves its own requests. The group looks like one
+core: a request goes to the core with the fewest, everything else to all of them, and their reports
+are combined. When a core ends, its requests fail and the others go on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+
+from vllm.exceptions import Failure, FailureKind
+from vllm.logger import init_logger
+from vllm.v1.engine import EngineCoreOutput, FinishReason
+from vllm.v1.engine.core_client import AsyncCoreClient, CoreHandle
+from vllm.v1.engine.core_messages import (
+    AbortRequests,
+    AddRequest,
+    CallAnswer,
+    CallWorkers,
+    CoreCommand,
+    CoreReport,
+    CoreStarted,
+    EngineStats,
+    FinishRequests,
+)
+from vllm.v1.engine.exceptions import EngineDeadError
+
+logger = init_logger(__name__)
+
+
+class CoreGroup:
+    """Sends commands to several cores; the methods are those of ``AsyncCoreClient``."""
+
+    def __init__(
+        self,
+        handles: Sequence[CoreHandle],
+        on_report: Callable[[CoreReport], None],
+        on_death: Callable[[str], None],
+    ) -> None:
+        self._on_report, self._on_death = on_report, on_death
+        self._clients = [
+            AsyncCoreClient(handle, partial(self._take_report, i), partial(self._take_death, i))
+            for i, handle in enumerate(handles)
+        ]
+        self._alive = list(range(len(handles)))
+        self._requests: list[set[str]] = [set() for _ in handles]
+        """Ids of the unfinished requests of each core."""
+        self._stats = [EngineStats() for _ in handles]
+        self._answers: dict[int, dict[int, CallAnswer | None]] = {}
+        """Calls of the workers by number: the answer of each core that was asked; None: not yet."""
+
+    @property
+    def is_stopped(self) -> bool:
+        return any(client.is_stopped for client in self._clients)
+
+    async def start(self) -> CoreStarted:
+        starts = [asyncio.create_task(client.start()) for client in self._clients]
+        try:
+            started = await asyncio.gather(*starts)
+        except BaseException:
+            for start in starts:
+                start.cancel()
+            await asyncio.gather(*starts, return_exceptions=True)
+            raise
+        return CoreStarted(
+            max_model_len=min(one.max_model_len for one in started),
+            num_blocks=sum(one.num_blocks for one in started),
+            block_bytes=started[0].block_bytes,
+            pool_description=[line for one in started for line in one.pool_description],
+        )
+
+    async def send(self, command: CoreCommand) -> None:
+        """Hand a command to the cores that it is for. EngineDeadError: all of them are gone."""
+        if isinstance(command, AddRequest):
+            await self._add(command)
+        elif isinstance(command, AbortRequests):
+            for core, request_ids in self._by_core(command.request_ids):
+                self._requests[core].difference_update(request_ids)
+                await self._send_to(core, AbortRequests(request_ids))
+        elif isinstance(command, FinishRequests):
+            for core, request_ids in self._by_core(command.stops):
+                stops = {request_id: command.stops[request_id] for request_id in request_ids}
+                await self._send_to(core, FinishRequests(stops))
+        else:
+            if isinstance(command, CallWorkers):
+                self._answers[command.number] = dict.fromkeys(self._alive)
+            for core in list(self._alive):
+                await self._send_to(core, command)
+
+    async def _add(self, command: AddRequest) -> None:
+        request_id = command.request.request_id
+        while self._alive:
+            core = min(self._alive, key=lambda one: len(self._requests[one]))
+            self._requests[core].add(request_id)
+            try:
+                await self._clients[core].send(command)
+            except EngineDeadError:
+                self._requests[core].discard(request_id)
+                self._take_death(core, "an engine core's process has ended")
+            else:
+                return
+        raise EngineDeadError("all engine cores have ended")
+
+    async def _send_to(self, core: int, command: CoreCommand) -> None:
+        try:
+            await self._clients[core].send(command)
+        except EngineDeadError as error:
+            self._take_death(core, str(error))
+            if not self._alive:
+                raise
+
+    def _by_core(self, request_ids: Collection[str]) -> list[tuple[int, list[str]]]:
+        wanted = set(request_ids)
+        found = [(core, sorted(wanted & self._requests[core])) for core in self._alive]
+        return [(core, its_ids) for core, its_ids in found if its_ids]
+
+    def _take_report(self, core: int, report: CoreReport) -> None:
+        ended = {output.request_id for output in report.outputs if output.finished}
+        self._requests[core] -= ended | report.rejected.keys()
+        self._stats[core] = report.stats
+        report.stats = self._all_stats()
+        for answer in report.answers:
+            if answer.number in self._answers:
+                self._answers[answer.number][core] = answer
+        report.answers = self._complete_answers()
+        self._on_report(report)
+
+    def _all_stats(self) -> EngineStats:
+        """Sum the counts of all cores; the usage of pools is their mean."""
+        names = EngineStats.__struct_fields__
+        total = {name: sum(getattr(one, name) for one in self._stats) for name in names}
+        total["kv_cache_usage"] /= len(self._stats)
+        return EngineStats(**total)
+
+    def _complete_answers(self) -> list[CallAnswer]:
+        complete = []
+        for number, by_core in list(self._answers.items()):
+            answers = [answer for answer in by_core.values() if answer is not None]
+            if len(answers) == len(by_core):
+                del self._answers[number]
+                complete.append(_combined(number, answers))
+        return complete
+
+    def _take_death(self, core: int, reason: str) -> None:
+        """Fail the requests of a core that has ended."""
+        if core not in self._alive:
+            return
+        self._alive.remove(core)
+        reason = f"engine {core} of {len(self._clients)}: {reason}"
+        if not self._alive:
+            self._on_death(reason)
+            return
+        logger.error("%s; its requests fail, the others go on", reason)
+        failure = Failure(FailureKind.ENGINE_DEAD, reason)
+        outputs = [EngineCoreOutput(request_id=one) for one in sorted(self._requests[core])]
+        for output in outputs:
+            output.end(FinishReason.ERROR, None, failure)
+        self._requests[core].clear()
+        self._stats[core] = EngineStats()
+        for number, by_core in self._answers.items():
+            if core in by_core and by_core[core] is None:
+                by_core[core] = CallAnswer(number, failure=failure)
+        answers = self._complete_answers()
+        self._on_report(CoreReport(outputs=outputs, answers=answers, stats=self._all_stats()))
+
+    def abandon(self) -> None:
+        for client in self._clients:
+            client.abandon()
+
+    async def close(self) -> None:
+        await asyncio.gather(*(client.close() for client in self._clients))
+
+
+def _combined(number: int, answers: Sequence[CallAnswer]) -> CallAnswer:
+    """Make one answer of those of all cores: the results one after another, or a failure."""
+    for answer in answers:
+        if answer.failure is not None:
+            return CallAnswer(number, failure=answer.failure)
+    results = [result for answer in answers for result in pickle.loads(answer.results)]
+    return CallAnswer(number, pickle.dumps(results))
