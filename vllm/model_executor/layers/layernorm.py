@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import ClassVar, Self, overload
+from typing import ClassVar, overload
 
 import torch
 from torch import nn
 
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.model_executor.layers.layer import Layer
-from vllm.model_executor.utils import make_parameter
+from vllm.model_executor.layers.weight_share import HeadSlice
+from vllm.model_executor.utils import make_parameter, set_weight_attrs
 from vllm.ops.norms import add_layer_norm, add_rms_norm, gated_rms_norm, layer_norm, rms_norm
 
 
@@ -95,9 +96,16 @@ class WideRMSNorm(RMSNorm):
     """One norm over all heads of a token (OLMo 2's queries and keys), those of all ranks."""
 
     @classmethod
-    def over_heads(cls, eps: float) -> Callable[[int, int], Self]:
-        """Return a function that makes the norm for a number of heads and their size."""
-        return lambda heads, size: cls(heads * size, eps=eps)
+    def over_heads(cls, eps: float) -> Callable[[HeadSlice, int], WideRMSNorm]:
+        """Return a function that makes the norm for a rank's heads and their size."""
+
+        def make(heads: HeadSlice, size: int) -> WideRMSNorm:
+            norm = cls(heads.count * size, eps=eps)
+            assert norm.weight is not None
+            set_weight_attrs(norm.weight, {"weight_loader": heads.load})
+            return norm
+
+        return make
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         """[tokens, heads, n], heads * n = hidden_size -> the same shape."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
+from typing import Literal
 
 import torch
 from torch import nn
@@ -23,7 +24,7 @@ from vllm.distributed.parallel_state import (
 from vllm.model_executor.layers.layer import Layer
 from vllm.model_executor.layers.quantization.at_load import quantise_of_current_config
 from vllm.model_executor.layers.weight import Weight, weight_of
-from vllm.model_executor.layers.weight_share import Run, Share, Stored, joined
+from vllm.model_executor.layers.weight_share import HeadSlice, Run, Share, Stored, joined
 from vllm.model_executor.utils import check_shape, make_parameter
 
 LinearOutput = torch.Tensor | tuple[torch.Tensor, nn.Parameter | None]
@@ -313,14 +314,11 @@ class QKVParallelLinear(ColumnParallelLinear):
             return ("qkv".index(shard_id),)
         return super().part_ids(shard_id)
 
-    def load_heads(self, part: str, param: nn.Parameter, loaded_weight: torch.Tensor) -> None:
-        """Keep the entries of this rank's heads of a part ("q", "k" or "v"), for a parameter with
-        equally many for every head: a weight loader, with its first argument bound."""
+    def heads_of(self, part: Literal["q", "k"], total: int) -> HeadSlice:
+        """Return this rank's heads of a part, of which all ranks have ``total``."""
         index = "qkv".index(part)
-        num_slices = self.output_sizes[index] // self.output_partition_sizes[index]
-        check_shape(loaded_weight, (len(param) * num_slices, *param.shape[1:]))
-        start = self.part_slice_index(index) * len(param)
-        param.data.copy_(loaded_weight[start : start + len(param)])
+        count = total * self.output_partition_sizes[index] // self.output_sizes[index]
+        return HeadSlice(count, self.part_slice_index(index) * count, total)
 
 
 class RowParallelLinear(LinearBase):

@@ -81,3 +81,19 @@ def joined(runs: Iterable[Run]) -> tuple[Run, ...]:
         else:
             found.append(run)
     return tuple(found)
+
+
+@dataclass(frozen=True)
+class HeadSlice:
+    """A rank's heads."""
+
+    count: int
+    first: int
+    total: int
+    """Heads of all ranks."""
+
+    def load(self, param: torch.nn.Parameter, loaded_weight: torch.Tensor) -> None:
+        """Keep these heads' entries of a tensor with equally many for each: a weight loader."""
+        entries = len(param) // self.count
+        check_shape(loaded_weight, (self.total * entries, *param.shape[1:]))
+        param.data.copy_(loaded_weight.narrow(0, self.first * entries, len(param)))

@@ -10,9 +10,17 @@ from torch import nn
 
 from vllm.model_executor.layers.layernorm import LayerNorm
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
+from vllm.model_executor.layers.weight_share import HeadSlice
 from vllm.model_executor.models.decoder_block import AttentionOptions, BlockLayout
 from vllm.model_executor.models.decoder_model import DecoderForCausalLM
 from vllm.model_executor.models.qwen2 import layer_sliding_window
+from vllm.model_executor.utils import set_weight_attrs
+
+
+def _norm_of_each_head(heads: HeadSlice, size: int, eps: float) -> LayerNorm:
+    norm = LayerNorm(heads.count, size, eps=eps, bias=False)
+    set_weight_attrs(norm.weight, {"weight_loader": heads.load})
+    return norm
 
 
 class CohereForCausalLM(DecoderForCausalLM):
@@ -22,7 +30,7 @@ class CohereForCausalLM(DecoderForCausalLM):
     """
 
     def attention_options(self, config: Any, index: int) -> AttentionOptions:
-        norm = partial(LayerNorm, eps=config.layer_norm_eps, bias=False)
+        norm = partial(_norm_of_each_head, eps=config.layer_norm_eps)
         return AttentionOptions(
             bias=config.attention_bias,
             qk_norm=norm if config.use_qk_norm else False,

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -33,8 +32,9 @@ from vllm.model_executor.layers.rotary_embedding import (
     get_rope,
     read_rope_parameters,
 )
+from vllm.model_executor.layers.weight_share import HeadSlice
 from vllm.model_executor.models.decoder_loop import Stream
-from vllm.model_executor.utils import make_parameter, set_weight_attrs
+from vllm.model_executor.utils import make_parameter
 from vllm.ops.activations import sigmoid_gate
 
 if TYPE_CHECKING:
@@ -51,9 +51,9 @@ class AttentionOptions:
     output_bias: bool = False
     num_kv_heads: int | None = None
     """None: the config's ``num_key_value_heads``."""
-    qk_norm: bool | Callable[[int, int], nn.Module] = False
+    qk_norm: bool | Callable[[HeadSlice, int], nn.Module] = False
     """Norm of queries and keys: True for :attr:`BlockLayout.norm` of every head, or a function of
-    the number of heads and their size that makes a module for [tokens, heads, size]."""
+    this rank's heads and their size that makes a module for [tokens, heads, size]."""
     normalises_rotated: bool = False
     """True: that norm comes after the rotation, not before it."""
     rotates: bool = True
@@ -141,26 +141,20 @@ class SelfAttention(Layer):
             bias=options.bias or options.output_bias,
         )
         self.options = options
-        heads = self.qkv_proj.num_heads // (2 if options.gates_output else 1)
+        q_heads = self.qkv_proj.heads_of("q", num_heads)
+        heads = q_heads.count
         if options.qk_norm:
             own = options.qk_norm
+            k_heads = self.qkv_proj.heads_of("k", self.qkv_proj.total_num_kv_heads)
             make = own if callable(own) else lambda heads, size: norm(size)
-            self.q_norm = make(heads, head_size)
-            self.k_norm = make(self.qkv_proj.num_kv_heads, head_size)
-            if callable(own):  # weights of every head
-                for part, of_heads in (("q", self.q_norm), ("k", self.k_norm)):
-                    for parameter in of_heads.parameters():
-                        loader = partial(self.qkv_proj.load_heads, part)
-                        set_weight_attrs(parameter, {"weight_loader": loader})
+            self.q_norm = make(q_heads, head_size)
+            self.k_norm = make(k_heads, head_size)
         self.rotary_emb = None
         if options.rotates:
             self.rotary_emb = make_rope(
                 vllm_config, head_size, options.rope_parameters, interleaved=options.interleaved
             )
-        sinks = None
-        if options.has_sinks:
-            loader = partial(self.qkv_proj.load_heads, "q")
-            sinks = make_parameter(torch.empty(heads), loader)
+        sinks = make_parameter(torch.empty(heads), q_heads.load) if options.has_sinks else None
         self.attn = Attention(
             heads,
             head_size,

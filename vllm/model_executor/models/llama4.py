@@ -14,6 +14,7 @@ from torch import nn
 
 from vllm.model_executor.layers.fused_moe import RoutingRule
 from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.weight_share import HeadSlice
 from vllm.model_executor.models.decoder_block import AttentionOptions
 from vllm.model_executor.models.decoder_model import DecoderForCausalLM
 from vllm.model_executor.models.mixture import make_moe, outputs_first
@@ -43,7 +44,7 @@ class Llama4ForCausalLM(DecoderForCausalLM):
             floors = torch.floor((positions + 1.0) / config.floor_scale)
             return torch.log1p(floors) * float(config.attn_scale) + 1.0
 
-        def norm_without_weight(heads: int, size: int) -> nn.Module:
+        def norm_without_weight(heads: HeadSlice, size: int) -> nn.Module:
             return RMSNorm(size, eps=config.rms_norm_eps, has_weight=False)
 
         return AttentionOptions(

@@ -12,6 +12,7 @@ from torch import nn
 
 from vllm.model_executor.layers.layernorm import LayerNorm
 from vllm.model_executor.layers.linear import ShardId
+from vllm.model_executor.layers.weight_share import HeadSlice
 from vllm.model_executor.models.decoder_block import AttentionOptions, BlockLayout
 from vllm.model_executor.models.decoder_model import DecoderForCausalLM
 from vllm.model_executor.utils import check_shape, set_weight_attrs
@@ -20,21 +21,23 @@ from vllm.model_executor.utils import check_shape, set_weight_attrs
 class NormOfEachHead(LayerNorm):
     """A layer norm with weights for each head; the checkpoint has one tensor per head."""
 
-    def __init__(self, heads: int, size: int, eps: float) -> None:
-        super().__init__(heads, size, eps=eps, bias=False)
+    def __init__(self, heads: HeadSlice, size: int, eps: float) -> None:
+        super().__init__(heads.count, size, eps=eps, bias=False)
+        self._heads = heads
         set_weight_attrs(self.weight, {"weight_loader": self.load_head})
 
     def checkpoint_layouts(self, leaf: str) -> list[Mapping[str, ShardId]]:
         """Return the only layout of the weights in checkpoints."""
-        return [{f"norms.{head}.{leaf}": head for head in range(len(self.weight))}]
+        return [{f"norms.{head}.{leaf}": head for head in range(self._heads.total)}]
 
     def load_head(
         self, param: nn.Parameter, loaded_weight: torch.Tensor, shard_id: ShardId
     ) -> None:
-        """Copy the weights of head ``shard_id``."""
+        """Copy the weights of head ``shard_id``, if this rank has it."""
         assert isinstance(shard_id, int)
         check_shape(loaded_weight, tuple(param.shape[1:]))
-        param.data[shard_id] = loaded_weight
+        if 0 <= shard_id - self._heads.first < self._heads.count:
+            param.data[shard_id - self._heads.first] = loaded_weight
 
 
 class StableLmForCausalLM(DecoderForCausalLM):

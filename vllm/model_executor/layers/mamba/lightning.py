@@ -17,12 +17,11 @@ from vllm.model_executor.layers.layernorm import WideRMSNorm
 from vllm.model_executor.layers.linear import (
     column_linear,
     divide,
-    load_part,
     merged_linear,
     row_linear,
 )
 from vllm.model_executor.layers.mamba.recurrent_layer import RecurrentLayer
-from vllm.model_executor.utils import set_weight_attrs
+from vllm.model_executor.layers.weight_share import HeadSlice
 from vllm.ops.activations import sigmoid_gate
 from vllm.ops.layout import StateTensor
 from vllm.ops.plain_math import silu
@@ -52,11 +51,10 @@ class LightningAttention(RecurrentLayer):
         self.vkq_proj = merged_linear(hidden_size, [width] * 3, f"{prefix}.vkq_proj")
         self.output_gate = column_linear(hidden_size, width, f"{prefix}.output_gate")
         self.out_proj = row_linear(width, hidden_size, f"{prefix}.out_proj")
-        self.norm = WideRMSNorm(self.num_heads * head_size)
-        for weight in self.norm.parameters():
-            set_weight_attrs(weight, {"weight_loader": load_part})
-        first = get_tensor_model_parallel_rank() * self.num_heads + 1
-        heads = torch.arange(first, first + self.num_heads, dtype=torch.float32)
+        first = get_tensor_model_parallel_rank() * self.num_heads
+        own = HeadSlice(self.num_heads, first, num_heads)
+        self.norm = WideRMSNorm.over_heads(eps=1e-6)(own, head_size)
+        heads = torch.arange(first + 1, first + 1 + self.num_heads, dtype=torch.float32)
         slopes = torch.exp2(heads * (-8.0 / num_heads)) * slope
         self.log_slopes = nn.Buffer(slopes.log(), persistent=False)
         self.zeros = nn.Buffer(torch.zeros_like(slopes), persistent=False)
