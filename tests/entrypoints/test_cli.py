@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -24,6 +25,7 @@ from vllm.entrypoints.openai.cli_args import ServerSettings
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.utils.options import options_of
 
+DEEP = '{"a":' * 100_000
 TRANSFER = {"kv_connector": "ExampleHiddenStatesConnector", "kv_role": "kv_producer"}
 
 
@@ -148,9 +150,21 @@ def test_bad_config_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         ("enforce-eager: 3", "enforce-eager=3 in the config is not true or false"),
         ("port: many", "'many' is not a whole number"),
         ("config: x", "there is no flag 'config'"),
+        ("[" * 20_000, "is nested too deeply"),
     ):
         file.write_text(content)
         assert message in failure(capsys, "m", "--config", str(file))
+
+
+def test_config_from_a_pipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As bash's ``<(...)`` gives it; a pipe without a writer is not waited for."""
+    reading, writing = os.pipe()
+    os.write(writing, b"port: 5")
+    os.close(writing)
+    assert parse("m", "--config", f"/dev/fd/{reading}").server.port == 5
+    os.close(reading)
+    os.mkfifo(tmp_path / "pipe")
+    assert "a pipe to which nothing writes" in failure(capsys, "m", f"--config={tmp_path}/pipe")
 
 
 @pytest.mark.parametrize(
@@ -175,6 +189,11 @@ def test_bad_config_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         (["m", "--shutdown-timeout", "inf"], "shutdown_timeout=inf is not valid; use a finite"),
         (["m", "--hidden-states-quota-gib", "inf"], "gib=inf is not valid; use a finite number"),
         (["m", "--config"], "vllm serve: error: argument --config: expected one argument"),
+        (["m", "--ssl-keyfile", "a" * 5000], "is not valid; there is no such file"),
+        (["m", "--hf-overrides", DEEP], "is not valid JSON: it is nested too deeply"),
+        (["m", "--seed", "1.5"], "'1.5' is not a whole number"),
+        (["m", "--api-key", "\udcff"], "api_key is not valid text"),
+        (["m", "--allowed-methods", "GÉT"], "use ASCII, as HTTP headers do"),
     ],
 )
 def test_mistakes(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,8 +21,9 @@ from safetensors.torch import load_file
 
 from tests.entrypoints.serve_process import WAIT_SECONDS, ServeProcess, command, serve
 from vllm.entrypoints.cli.main import main
+from vllm.entrypoints.cli.serve_arguments import parse_serve_arguments
 from vllm.entrypoints.openai.cli_args import ServerSettings
-from vllm.entrypoints.openai.server import bind, check_certificates
+from vllm.entrypoints.openai.server import bind, check_certificates, run_server
 from vllm.version import PRODUCT, VERSION
 
 PROMPT = [5, 6, 7, 8, 9, 10, 11]
@@ -205,6 +206,49 @@ def test_mistakes_at_the_start(
     log = "".join(capfd.readouterr())
     assert "holds 99, which this model does not have" in log
     assert "Traceback" not in log
+
+
+class NeverStarts:
+    """A core's process that does not load the model."""
+
+    is_alive = True
+
+    def configure(self, vllm_config: Any) -> None:
+        """Take the config."""
+
+    def end(self) -> None:
+        """End nothing."""
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--chat-template", "{% if x %}"], r"chat_template='{% if x %}': line 1 of the template"),
+        (["--chat-template", "FILE"], r"chat_template='.*text': .*can't decode byte 0xff"),
+        (["--steering-vectors", "a=/none.pt"], "steering vectors in '/none.pt': No such file"),
+        (["--lora-modules", "a=/none"], "started without enable_lora=True"),
+        (["--enable-lora", "--lora-modules", "a=/none"], "there is no such folder"),
+        (["--enable-lora", "--lora-modules", "a=/", "a=/"], "the name 'a' comes twice"),
+        (["--hidden-states-folder", "FILE"], "hidden_states_folder='.*text' cannot be made"),
+        (["--served-model-name", "\udcff"], "served_model_name is not valid text"),
+        (["--generation-config", "a/b/c"], "generation_config='a/b/c'"),
+        (["--hf-overrides", '{"architectures": 5}'], "architectures=5 has to be a list"),
+        (["--kv-events-config.hwm", str(2**64)], "hwm=18446744073709551616 is not a positive"),
+    ],
+)
+def test_mistakes_before_the_model_loads(
+    flags: list[str],
+    message: str,
+    tiny_llama: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "text").write_bytes(b"{{\xff}}")
+    given = [str(tmp_path / "text") if flag == "FILE" else flag for flag in flags]
+    arguments = parse_serve_arguments([str(tiny_llama), "--port", "0", *given])
+    core: Any = NeverStarts()
+    assert run_server(arguments.engine, arguments.server, core) == 1
+    assert re.search(message, capsys.readouterr().err)
 
 
 def test_addresses(tmp_path: Path) -> None:

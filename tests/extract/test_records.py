@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -67,7 +69,7 @@ def test_records_too_deep_for_the_parser(tmp_path: Path) -> None:
         path.write_text(content)
         found = read(path)
         assert [record.place for record in found] == [f"{name}:1", f"{name}:2"]
-        assert "recursion" in found[0].problem and found[1].values == {"text": "b"}
+        assert "nested too deeply" in found[0].problem and found[1].values == {"text": "b"}
     path.write_text(f"[{deep[:-1]}")
     with pytest.raises(ValueError, match="line 1: the object does not end"):
         read(path)
@@ -113,6 +115,7 @@ def test_a_folder_in_the_order_of_names(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "c.jsonl").write_text('{"text": "c"}')
     (tmp_path / "picture.png").touch()
+    (tmp_path / "folder.txt").mkdir()
     assert values(tmp_path) == [{"text": "c"}, {"text": "b"}]
 
 
@@ -167,6 +170,35 @@ def test_what_is_not_there_or_not_known(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="use --input-format with one of jsonl"):
         find_sources([str(tmp_path / "a.csv")], "auto")
     with pytest.raises(ValueError, match="no file in it ends in"):
+        find_sources([str(tmp_path)], "auto")
+
+
+@pytest.mark.parametrize("name", ["pipe.jsonl", "socket.jsonl"])
+def test_input_that_is_not_a_file(name: str, tmp_path: Path) -> None:
+    """A pipe would be waited for without end, and be empty when it is read again."""
+    path = tmp_path / name
+    with socket.socket(socket.AF_UNIX) as bound:
+        os.mkfifo(path) if name == "pipe.jsonl" else bound.bind(str(path))
+        for given in (path, tmp_path):
+            with pytest.raises(ValueError, match=rf"--input {path}: .* pipe it into --input -"):
+                find_sources([str(given)], "auto")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("state.json", "[[[", "it is damaged: JSONDecodeError"),
+        ("state.json", "[" * 100_000, "it is damaged: .*nested too deeply"),
+        ("state.json", "{}", "names no files"),
+        ("state.json", '{"_data_files": 5}', "it is damaged: _data_files=5"),
+        ("state.json", '{"_data_files": [{"filename": "a.arrow"}]}', "a.arrow: there is no such"),
+        ("dataset_dict.json", '{"splits": 5}', "it is damaged: splits=5"),
+        ("dataset_dict.json", "5", "it is damaged"),
+    ],
+)
+def test_damaged_saved_datasets(name: str, text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=f"--input {tmp_path}.*{message}"):
         find_sources([str(tmp_path)], "auto")
 
 

@@ -33,7 +33,8 @@ class KVEventsConfig:
         if is_unset(self.publisher):
             self.publisher = "zmq" if self.enable_kv_cache_events else "null"
         for name in ("buffer_steps", "hwm", "max_queue_size"):
-            if getattr(self, name) < 1:
+            value = getattr(self, name)
+            if not 1 <= value < 2**31 - 1:
                 raise ValueError(
-                    f"kv_events_config.{name}={getattr(self, name)} is not a positive number"
+                    f"kv_events_config.{name}={value} is not a positive number below 2147483647"
                 )

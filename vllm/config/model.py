@@ -14,7 +14,7 @@ from vllm.config.failures import failures_named
 from vllm.config.parallel import ParallelConfig
 from vllm.logger import init_logger
 from vllm.utils.checked import UNSET, Fillable, at_least, config, is_unset, require
-from vllm.utils.text import did_you_mean
+from vllm.utils.text import brief, did_you_mean
 
 # A help text reads the fields below: nothing that loads torch is imported before an object is made.
 if TYPE_CHECKING:
@@ -170,6 +170,7 @@ class ModelConfig:
         self._resolve_max_model_len()
         self._check_quantization()
         _ = self.row_field_classes  # raises now if a name is wrong
+        _ = self._generation_config
 
     @cached_property
     def hf_config(self) -> PretrainedConfig:
@@ -271,12 +272,15 @@ class ModelConfig:
             return {}
         is_auto = self.generation_config == "auto"
         source = self.model if is_auto else self.generation_config
-        content = _json_file(
-            source,
-            "generation_config.json",
-            revision=self.revision if is_auto else None,
-            hf_token=self.hf_token,
-        )
+        try:
+            content = _json_file(
+                source,
+                "generation_config.json",
+                revision=self.revision if is_auto else None,
+                hf_token=self.hf_token,
+            )
+        except OSError as error:  # it is not a name that the hub could have
+            raise ValueError(f"generation_config={brief(source)}: {error}") from error
         if content is None and not is_auto:
             raise ValueError(
                 f"generation_config={source!r} has no generation_config.json; "

@@ -6,7 +6,6 @@ only those. No file stays open: the mapping lives as long as a view of it.
 
 from __future__ import annotations
 
-import json
 import os
 import struct
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ import xxhash
 from vllm.hidden_states.names import CHECKSUM_KIND
 from vllm.hidden_states.tensor_file import CHECKSUM_KEY, DTYPE_NAMES, checksum
 from vllm.utils.regular_files import open_regular
+from vllm.utils.text import parse_json
 
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 _LARGEST_HEADER_BYTES = 100_000_000
@@ -97,7 +97,7 @@ class MappedFile:
         if "column_offsets" in self:
             span = self.tensor("column_offsets", place, place + 2).tolist()
             text = self.tensor("columns", *span).numpy().tobytes().decode()
-        columns: dict[str, Any] = json.loads(text)
+        columns: dict[str, Any] = parse_json(text)
         return columns
 
     def problems(self) -> Iterator[str]:
@@ -174,7 +174,7 @@ def _damaged_tensors(path: str, file: BinaryIO, header: _Header) -> Iterator[str
 
 def _parse_header(path: str, text: bytes) -> tuple[dict[str, str], dict[str, _Entry]]:
     try:
-        header = json.loads(text)
+        header = parse_json(text)
         metadata = dict(header.pop("__metadata__", {}))
         entries = {
             name: _Entry(

@@ -23,6 +23,7 @@ from vllm.hidden_states.names import REQUEST_OPTIONS, Pooling
 from vllm.hidden_states.tensor_file import checksum, dtype_name
 from vllm.utils.boundaries import LayerId
 from vllm.utils.regular_files import open_regular
+from vllm.utils.text import parse_json
 from vllm.utils.whole_files import remove_temporary, write_whole
 from vllm.v1.rows.fields import BUILT_IN, LOSS_MASK, StoredNames, find_field
 from vllm.v1.rows.fields.hidden import STORAGE_DTYPES
@@ -338,7 +339,7 @@ def read_json(path: str) -> Any:
     """Read a JSON file; raises ValueError if it is missing or is not JSON."""
     try:
         with open_regular(path, MOST_JSON_BYTES) as file:
-            return json.loads(file.read().decode())
+            return parse_json(file.read().decode())
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from None
 

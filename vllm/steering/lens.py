@@ -7,7 +7,6 @@ Source: https://github.com/UKGovernmentBEIS/vllm-lens (1.3).
 from __future__ import annotations
 
 import base64
-import json
 import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from vllm.exceptions import VLLMValidationError
 from vllm.steering import SteeringVector
 from vllm.steering.files import MOST_BYTES
-from vllm.utils.text import brief
+from vllm.utils.text import brief, parse_json
 
 if TYPE_CHECKING:
     import torch
@@ -67,8 +66,8 @@ def _parsed(name: str, value: Any) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        return json.loads(value)
-    except (ValueError, RecursionError) as error:
+        return parse_json(value)
+    except ValueError as error:
         fail(name, f"it is not JSON: {error}")
 
 

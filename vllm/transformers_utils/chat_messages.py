@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-from vllm.utils.text import brief
+from vllm.utils.text import brief, parse_json
 
 ChatMessage: TypeAlias = dict[str, Any]
 """``role`` and ``content``, and whatever else the template reads (``tool_calls``, ...)."""
@@ -129,8 +129,8 @@ def _check_call(call: object) -> dict[str, Any]:
     arguments = call["function"].get("arguments")
     if isinstance(arguments, str) and arguments.strip():
         try:
-            json.loads(arguments)
-        except (ValueError, RecursionError) as error:
+            parse_json(arguments)
+        except ValueError as error:
             raise ValueError(f"arguments of a tool call are not JSON: {error}") from error
     return dict(call)
 

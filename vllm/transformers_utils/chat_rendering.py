@@ -8,7 +8,7 @@ from functools import cached_property, lru_cache
 from typing import Any, NamedTuple, TypedDict, get_args
 from weakref import WeakKeyDictionary
 
-from jinja2 import Environment, TemplateError, nodes
+from jinja2 import Environment, TemplateError, TemplateSyntaxError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 
@@ -108,14 +108,28 @@ class _GenerationBlock(Extension):
         return nodes.Scope(body, lineno=line)
 
 
+def _parse(template: str) -> nodes.Template:
+    return Environment(extensions=[_GenerationBlock, loopcontrols]).parse(template)
+
+
+@lru_cache(maxsize=64)
+def check_syntax(template: str) -> None:
+    """Raise ValueError for a text that Jinja cannot read, with the line and the reason."""
+    try:
+        _parse(template)
+    except TemplateSyntaxError as error:
+        raise ValueError(f"line {error.lineno} of the template: {error.message}") from None
+    except RecursionError:
+        raise ValueError("the template is nested too deeply") from None
+
+
 @lru_cache(maxsize=64)
 def marks_answers(template: str) -> bool:
     """Return whether a template has ``{% generation %}`` blocks, however they are spelt."""
     try:
-        tree = Environment(extensions=[_GenerationBlock, loopcontrols]).parse(template)
-    except TemplateError:
+        return _parse(template).find(nodes.Scope) is not None
+    except (TemplateError, RecursionError):
         return False
-    return tree.find(nodes.Scope) is not None
 
 
 def _show_marks(template: str) -> str:

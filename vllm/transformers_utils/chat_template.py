@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from typing import Unpack, cast
 
@@ -19,24 +18,33 @@ from vllm.transformers_utils.chat_rendering import (
     Located,
     Rendering,
     check_content_format,
+    check_syntax,
 )
 from vllm.transformers_utils.tokenizer import TokenizerLike
+from vllm.utils.regular_files import is_regular, open_regular
 from vllm.utils.text import brief, check_text
+
+_MOST_BYTES = 16 << 20
+"""Size of the largest file of a template that is read."""
 
 
 def load_chat_template(value: str | None) -> str | None:
-    """Return the template that a user gave as a file or as text. ValueError: it is neither."""
+    """Return the template that a user gave as a file or as text. ValueError: it cannot be used."""
     if value is None:
         return None
-    if os.path.isfile(value):
-        with open(value, encoding="utf-8") as file:
-            return file.read()
-    if "{" in value:
-        return value
-    raise ValueError(
-        f"chat_template={value!r}: there is no such file, and it is not a template either "
-        "(a Jinja template holds '{{' or '{%')"
-    )
+    text = value
+    try:
+        if is_regular(value):
+            text = open_regular(value, _MOST_BYTES).read().decode()
+        elif "{" not in value:
+            raise ValueError(
+                "there is no such file, and it is not a template either (a Jinja template holds "
+                "'{{' or '{%')"
+            )
+        check_syntax(text)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"chat_template={brief(value)}: {error}") from None
+    return text
 
 
 def as_conversations(

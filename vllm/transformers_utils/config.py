@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -19,6 +18,7 @@ from vllm.logger import init_logger
 from vllm.transformers_utils.config_entries import check_entries
 from vllm.transformers_utils.lazy_modules import imported_later, without_compiler
 from vllm.utils.gc_utils import without_garbage_collection
+from vllm.utils.text import parse_json
 from vllm.utils.weight_files import check_not_adapter, not_a_model, read_torch_file, torch_files
 
 if TYPE_CHECKING:
@@ -154,6 +154,7 @@ def apply_hf_overrides(config: PretrainedConfig, overrides: HfOverrides) -> Pret
             )
         return found
     try:
+        check_entries(overrides)
         _override(config, copy.deepcopy(overrides))  # transformers writes into what it is given
         config.validate()
         if not isinstance(config.get_text_config(decoder=True), PretrainedConfig):
@@ -241,7 +242,7 @@ def load_json(
     if not path.is_file():
         return None
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return parse_json(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from error
 

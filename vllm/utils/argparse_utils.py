@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from vllm.utils.text import did_you_mean
+from vllm.utils.text import brief, did_you_mean, parse_json
 
 
 class FlexibleArgumentParser(argparse.ArgumentParser):
@@ -110,7 +109,7 @@ def _merged(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
 
 def _json_or_text(text: str) -> Any:
     try:
-        return json.loads(text)
+        return parse_json(text)
     except ValueError:
         return text
 
@@ -118,9 +117,9 @@ def _json_or_text(text: str) -> Any:
 def json_object(text: str) -> dict[str, Any]:
     """Parse a JSON object into a dict; ArgumentTypeError for anything else."""
     try:
-        value = json.loads(text)
+        value = parse_json(text)
     except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is not valid JSON: {error}") from None
+        raise argparse.ArgumentTypeError(f"{brief(text)} is not valid JSON: {error}") from None
     if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object")
+        raise argparse.ArgumentTypeError(f"{brief(text)} is not a JSON object")
     return value

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import math
 import os
 from collections.abc import Callable, Mapping
@@ -23,7 +22,7 @@ from pydantic.dataclasses import dataclass as pydantic_dataclass
 
 from vllm.utils.mem_utils import parse_size
 from vllm.utils.options import options_of
-from vllm.utils.text import unknown_key_message
+from vllm.utils.text import brief, parse_json, unknown_key_message
 
 T = TypeVar("T")
 
@@ -113,9 +112,9 @@ def from_mapping(cls: type) -> BeforeValidator:
         name, original = info.field_name, value
         if isinstance(value, str):
             try:
-                value = json.loads(value)
+                value = parse_json(value)
             except ValueError as error:
-                raise ValueError(f"{name}={original!r} is not valid JSON: {error}") from None
+                raise ValueError(f"{name}={brief(original)} is not valid JSON: {error}") from None
         if isinstance(value, Mapping):
             return cls(**value)
         if value is None or isinstance(value, cls):

@@ -34,7 +34,7 @@ def parse_size(text: str) -> int:
         number, unit = match.groups()
         # One letter: its case tells binary from decimal. Two or three: B or iB does.
         factor = _UNIT_BYTES.get(unit if len(unit) == 1 else unit.lower())
-        if factor is not None:
+        if factor is not None and (unit or "." not in number):
             return int(float(number) * factor) if "." in number else int(number) * factor
     raise ValueError(f"{text!r} is not a size; use a number of bytes, or for instance 512M or 4GiB")
 

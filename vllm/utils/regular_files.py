@@ -11,7 +11,7 @@ def is_regular(path: str | os.PathLike[str]) -> bool:
     """Return whether ``path`` is a regular file, or a link to one."""
     try:
         return stat.S_ISREG(os.stat(path).st_mode)
-    except OSError:
+    except (OSError, ValueError):  # a name that no file can have
         return False
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import json
 import re
 import reprlib
 from collections.abc import Iterable
+from typing import Any
 
 _UNSAFE = re.compile(r"[^A-Za-z0-9._-]")
 _HASHED_ENDING = re.compile(r"-[0-9a-f]{16}$")
@@ -19,6 +21,14 @@ _BRIEF.maxlist = _BRIEF.maxtuple = _BRIEF.maxset = _BRIEF.maxdict = 10
 def brief(value: object) -> str:
     """Return ``repr(value)``; long texts and lists in it are cut, however large they are."""
     return _BRIEF.repr(value)
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Parse JSON. ValueError: it is not JSON, or is nested more deeply than Python reads."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
 
 
 def check_text(name: str, text: str) -> None:

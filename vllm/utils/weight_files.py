@@ -4,14 +4,16 @@ of ``torch.save`` without ever running code from them.
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 import xxhash
+
+from vllm.utils.text import parse_json
 
 NOT_WEIGHTS = ("adapter_", "training_args", "optimizer", "scheduler", "scaler", "rng_state")
 """Beginnings of the names of ``.bin`` files that lie beside a model's weights."""
@@ -31,8 +33,10 @@ def check_not_adapter(folder: Path, model: str) -> None:
     """Raise ValueError if a folder without a model's weights or config has those of an adapter."""
     path = folder / "adapter_config.json"
     if path.is_file():
-        content = json.loads(path.read_text(encoding="utf-8"))
-        raise not_a_model(model, repr(content.get("base_model_name_or_path")))
+        base = None
+        with suppress(ValueError, AttributeError):  # a damaged file tells no name
+            base = parse_json(path.read_text(encoding="utf-8")).get("base_model_name_or_path")
+        raise not_a_model(model, repr(base))
 
 
 def not_a_model(adapter: str, base: str) -> ValueError:

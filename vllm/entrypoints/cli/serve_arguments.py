@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import stat
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
@@ -120,12 +121,10 @@ def _flags_from_file(path: str, parser: FlexibleArgumentParser) -> list[str]:
     the file cannot be read, or has a key that is not a flag.
     """
     try:
-        with Path(path).open(encoding="utf-8") as file:
-            text = file.read(_MOST_CHARACTERS + 1)
-        if len(text) > _MOST_CHARACTERS:
-            raise OSError(f"it has more than {_MOST_CHARACTERS:,} characters")
-        content = yaml.safe_load(text)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        content = yaml.safe_load(_read_text(path))
+    except RecursionError:
+        raise ValueError(f"config={path!r} is nested too deeply") from None
+    except (OSError, ValueError, yaml.YAMLError) as error:
         raise ValueError(f"config={path!r} cannot be read: {error}") from None
     if content is None:
         return []
@@ -142,6 +141,18 @@ def _flags_from_file(path: str, parser: FlexibleArgumentParser) -> list[str]:
         if value is not None:
             arguments += _arguments(flag, option, value)
     return arguments
+
+
+def _read_text(path: str) -> str:
+    """Read a file, or a pipe such as bash's ``<(...)``. OSError: nothing writes to the pipe."""
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), encoding="utf-8") as file:
+        os.set_blocking(file.fileno(), True)  # the flag was for a pipe without a writer
+        text = file.read(_MOST_CHARACTERS + 1)
+        if not text and stat.S_ISFIFO(os.fstat(file.fileno()).st_mode):
+            raise OSError("it is a pipe to which nothing writes")
+    if len(text) > _MOST_CHARACTERS:
+        raise OSError(f"it has more than {_MOST_CHARACTERS:,} characters")
+    return text
 
 
 def _arguments(flag: str, option: argparse.Action, value: Any) -> list[str]:

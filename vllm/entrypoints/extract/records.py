@@ -12,6 +12,8 @@ from typing import Any, Literal, NamedTuple, TextIO, TypeAlias
 import xxhash
 
 from vllm.hidden_states.names import CHECKSUM_KIND
+from vllm.utils.regular_files import is_regular
+from vllm.utils.text import brief, parse_json
 
 InputFormat = Literal["auto", "jsonl", "json", "parquet", "arrow", "text", "lines"]
 Values: TypeAlias = Mapping[str, object]
@@ -69,6 +71,12 @@ def find_sources(
         if not path.exists():
             raise ValueError(f"--input {name}: there is no such file or folder")
         sources += _folder_sources(path, fmt, output) if path.is_dir() else [_source(path, fmt)]
+    for source in sources:
+        if not is_regular(source.path):
+            raise ValueError(
+                f"--input {source.path}: there is no such file, or it is not a regular one, and "
+                "the input is read twice; pipe it into --input -"
+            )
     return sources
 
 
@@ -85,24 +93,41 @@ def _source(path: Path, fmt: InputFormat) -> Source:
 def _folder_sources(folder: Path, fmt: InputFormat, output: Path | None) -> list[Source]:
     """Find the files of an Arrow dataset (``datasets.save_to_disk``), or all known files below."""
     if (folder / "dataset_dict.json").is_file():
-        splits = json.loads((folder / "dataset_dict.json").read_text())["splits"]
+        splits = _saved_list(folder / "dataset_dict.json", "splits", str)
         if len(splits) != 1:
             raise ValueError(f"--input {folder}: give the folder of one split of {splits}")
         folder = folder / splits[0]
     if (folder / "state.json").is_file():
-        state = json.loads((folder / "state.json").read_text())
-        if state.get("_indices_files"):
+        if _saved_list(folder / "state.json", "_indices_files", dict):
             raise ValueError(
                 f"--input {folder}: the dataset is a selection of its files; save it again after "
                 "dataset.flatten_indices()"
             )
-        return [Source(folder / one["filename"], "arrow") for one in state["_data_files"]]
-    paths = sorted(path for path in folder.rglob("*") if path.suffix.lower() in _FORMATS)
+        files = _saved_list(folder / "state.json", "_data_files", dict)
+        names = [one.get("filename") for one in files]
+        if not names:
+            raise ValueError(f"--input {folder}: its state.json names no files")
+        return [Source(folder / str(name), "arrow") for name in names]
+    paths = sorted(
+        path for path in folder.rglob("*") if path.suffix.lower() in _FORMATS and not path.is_dir()
+    )
     if output is not None:
         paths = [path for path in paths if output.resolve() not in path.resolve().parents]
     if not paths:
         raise ValueError(f"--input {folder}: no file in it ends in {', '.join(_FORMATS)}")
     return [_source(path, fmt) for path in paths]
+
+
+def _saved_list(path: Path, name: str, kind: type) -> list[Any]:
+    """Return an entry that ``datasets`` saved, a list that may be missing or null."""
+    try:
+        found = parse_json(path.read_text(encoding="utf-8")).get(name)
+    except (ValueError, AttributeError, OSError) as error:
+        raise ValueError(f"--input {path}: it is damaged: {error!r}") from None
+    found = [] if found is None else found
+    if not isinstance(found, list) or not all(isinstance(one, kind) for one in found):
+        raise ValueError(f"--input {path}: it is damaged: {name}={brief(found)}")
+    return found
 
 
 def input_digest(sources: Sequence[Source]) -> str:
@@ -158,8 +183,8 @@ _Read: TypeAlias = Iterator[tuple[str, Values, str]]
 def _read_jsonl(path: Path, columns: Sequence[str]) -> _Read:
     for line_number, line in _lines(path):
         try:
-            values = json.loads(line)
-        except (ValueError, RecursionError) as error:  # invalid UTF-8 too
+            values = parse_json(line)
+        except ValueError as error:  # invalid UTF-8 too
             yield f":{line_number}", {}, f"not JSON that can be read: {error}"
             continue
         problem = "" if isinstance(values, dict) else "not a record: not a JSON object"
@@ -214,9 +239,9 @@ def _json_objects(file: TextIO) -> Iterator[tuple[int, dict[str, Any], str]]:
         try:
             try:
                 values, end = decoder.raw_decode(text)
-            except RecursionError as error:
+            except RecursionError:
                 values, end = {}, _end_of_object(text)
-                problem = f"not JSON that can be read: {error}"
+                problem = "not JSON that can be read: it is nested too deeply"
         except ValueError as error:
             more = file.read(max(_CHUNK_CHARACTERS, len(text)))
             if more:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from fastapi import APIRouter, Depends
@@ -19,8 +19,8 @@ from starlette.responses import Response
 from vllm.entrypoints.openai.errors import ApiError, bad_request
 from vllm.entrypoints.openai.protocol import LoadLoRARequest, UnloadLoRARequest
 from vllm.entrypoints.openai.responses import ModelCard, ModelPermission
-from vllm.lora.request import LoRARequest
-from vllm.utils.text import brief
+from vllm.lora.request import LoRARequest, check_lora_request
+from vllm.utils.text import brief, parse_json
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -40,6 +40,21 @@ class ServedAdapters:
         self._numbers = itertools.count(1)
         self._served: dict[str, _Served] = {}
         self._changing = asyncio.Lock()
+
+    def check_modules(self, modules: Sequence[str]) -> None:
+        """Raise ValueError for ``--lora-modules`` that cannot be loaded, whatever the model is."""
+        is_enabled, names = self._engine.vllm_config.lora_config.enable_lora, [*self._model_names]
+        for item in modules:
+            name, path = _name_and_path(item)
+            try:
+                check_lora_request(LoRARequest(name, 1, path), is_enabled=is_enabled)
+                if name in names:
+                    raise ValueError(f"the name {brief(name)} comes twice")
+                if not Path(path).expanduser().is_dir():
+                    raise ValueError("there is no such folder")
+            except ValueError as error:
+                raise ValueError(f"lora_modules={item!r}: {error}") from error
+            names.append(name)
 
     async def load_modules(self, modules: Sequence[str]) -> None:
         """Load the adapters of ``--lora-modules``. ValueError: one cannot be used."""
@@ -93,7 +108,7 @@ def _name_and_path(item: str) -> tuple[str, str]:
         name, _, path = item.partition("=")
         return name, path
     try:
-        found = json.loads(item)
+        found = parse_json(item)
         return found["name"], found["path"]
     except (ValueError, KeyError):
         raise ValueError(f"lora_modules={item!r}: an object has a name and a path") from None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import ssl
 from dataclasses import field
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, TypeAdapter, ValidationError, ValidationInfo
@@ -23,6 +22,8 @@ from vllm.utils.checked import (
     require,
 )
 from vllm.utils.options import Group, Option
+from vllm.utils.regular_files import is_regular
+from vllm.utils.text import check_text
 
 _SERVER = Group("Server", "Address, threads, shutdown and logs of the server.")
 _SECURITY = Group("Security", "Keys, certificates and CORS.")
@@ -45,6 +46,13 @@ def _names_or_json(values: Any, info: ValidationInfo) -> Any:
 
 
 Names = Annotated[list[str], BeforeValidator(_names_or_json)]
+HeaderNames = Annotated[
+    Names,
+    require(
+        lambda names: all(name.isascii() and name.isprintable() for name in names),
+        "use ASCII, as HTTP headers do",
+    ),
+]
 SteeringFiles = Annotated[
     Names,
     require(
@@ -59,7 +67,7 @@ AdapterFolders = Annotated[
         "write each as NAME=PATH",
     ),
 ]
-ExistingFile = Annotated[str, require(lambda path: Path(path).is_file(), "there is no such file")]
+ExistingFile = Annotated[str, require(is_regular, "there is no such file")]
 PathPrefix = Annotated[
     str,
     require(
@@ -116,11 +124,11 @@ class ServerSettings:
     """Authorities whose client certificates are trusted."""
     ssl_cert_reqs: Annotated[int, require((0, 1, 2).__contains__, "use 0, 1 or 2")] = 0
     """Client certificates: 0 none, 1 optional, 2 required."""
-    allowed_origins: Names = field(default_factory=lambda: ["*"])
+    allowed_origins: HeaderNames = field(default_factory=lambda: ["*"])
     """CORS: origins of web pages that may call the server; names, or one JSON list."""
-    allowed_methods: Names = field(default_factory=lambda: ["*"])
+    allowed_methods: HeaderNames = field(default_factory=lambda: ["*"])
     """CORS: methods that web pages may use; names, or one JSON list."""
-    allowed_headers: Names = field(default_factory=lambda: ["*"])
+    allowed_headers: HeaderNames = field(default_factory=lambda: ["*"])
     """CORS: headers that web pages may send; names, or one JSON list."""
     allow_credentials: bool = False
     """CORS: allow cookies and credentials."""
@@ -192,6 +200,10 @@ class ServerSettings:
             )
         if self.enable_auto_tool_choice and self.tool_call_parser is None:
             raise ValueError("enable_auto_tool_choice needs tool_call_parser; use 'hermes'")
+        for name, value in {**vars(self), "VLLM_API_KEY": envs.VLLM_API_KEY}.items():
+            for text in value if isinstance(value, list) else [value]:
+                if isinstance(text, str):
+                    check_text(name, text)
 
     @property
     def accepted_keys(self) -> list[str]:

@@ -33,6 +33,7 @@ from vllm.entrypoints.openai.http_protocol import limited_protocol
 from vllm.logger import adopt_logger, init_logger
 from vllm.transformers_utils.chat_template import load_chat_template
 from vllm.utils.gc_utils import settle_garbage_collector
+from vllm.utils.text import check_text
 from vllm.v1.engine.core_client import CoreHandle
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.version import PRODUCT, VERSION
@@ -161,6 +162,7 @@ def run_server(
         stack.callback(core.end)
         try:
             check_certificates(settings)
+            template = load_chat_template(settings.chat_template)
             bound = bind(settings)
             stack.callback(bound.close)
             from vllm.v1.metrics.prometheus import MeteredAsyncLLM
@@ -172,7 +174,7 @@ def run_server(
             )
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
                 log_stats = not engine_args.disable_log_stats
-                return runner.run(Server(engine, settings, bound, core, log_stats).run())
+                return runner.run(Server(engine, settings, bound, core, template, log_stats).run())
         except (ValueError, EngineDeadError) as error:
             print(f"vllm serve: error: {error}", file=sys.stderr)
             return 1
@@ -207,6 +209,7 @@ class Server:
     settings: ServerSettings
     bound: BoundSocket
     core: CoreHandle
+    chat_template: str | None = None
     log_stats: bool = True
     _stop: asyncio.Event = field(default_factory=asyncio.Event)
     _background: list[asyncio.Task[None]] = field(default_factory=list)
@@ -218,9 +221,17 @@ class Server:
             loop.add_signal_handler(number, self._take_signal, number)
         try:
             self._remove_leftovers()
+            state = await self._make_state()  # reads the files that options name
             if not await self._start_engine():
                 return 0
-            return await self._serve(await self._make_state())
+            state.facts = server_facts(
+                self.engine.vllm_config,
+                self.settings,
+                self.engine.started,
+                state.served_model_names,
+            )
+            await state.adapters.load_modules(self.settings.lora_modules)
+            return await self._serve(state)
         finally:
             for task in self._background:
                 task.cancel()
@@ -251,6 +262,10 @@ class Server:
         config = self.engine.vllm_config
         names = config.model_config.served_model_name or config.model_config.model
         served_model_names = [names] if isinstance(names, str) else list(names)
+        for name in served_model_names:
+            check_text("served_model_name", name)
+        folder = storage_folder(config, self.settings)
+        check_text("shared_storage_path", folder or "")
         metrics = ServerMetrics(lambda: self.engine.stats, served_model_names[0])
         self.engine.metrics = metrics
         self.engine.on_connector_stats.append(metrics.follow_connector(config))
@@ -261,13 +276,12 @@ class Server:
             engine=self.engine,
             settings=self.settings,
             served_model_names=served_model_names,
-            chat_template=load_chat_template(self.settings.chat_template),
+            chat_template=self.chat_template,
             store=store,
-            facts=server_facts(config, self.settings, self.engine.started, served_model_names),
-            storage_folder=storage_folder(config, self.settings),
+            storage_folder=folder,
             metrics=metrics,
         )
-        await state.adapters.load_modules(self.settings.lora_modules)
+        state.adapters.check_modules(self.settings.lora_modules)
         return state
 
     def _make_http_server(self, state: ServerState) -> HttpServer:

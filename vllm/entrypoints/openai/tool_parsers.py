@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from typing import NamedTuple
 
 from vllm.entrypoints.openai.responses import FunctionCall, ToolCall
+from vllm.utils.text import parse_json
 
 
 class ParsedText(NamedTuple):
@@ -125,7 +126,7 @@ class HermesToolParser(ToolParser):
     def _read_call(self, text: str) -> ToolCall | None:
         """Return the call in ``text``, or None if it is not one."""
         try:
-            call = json.loads(text)
+            call = parse_json(text)
             name, arguments = call["name"], call.get("arguments", {})
             if not isinstance(arguments, str):
                 arguments = json.dumps(arguments, ensure_ascii=False)

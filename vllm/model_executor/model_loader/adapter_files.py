@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import json
 import math
 import re
 from collections import defaultdict
@@ -20,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from safetensors.torch import load
 
-from vllm.utils.text import brief
+from vllm.utils.text import brief, parse_json
 
 _NAME = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.[^.]+)?\.weight")
 _OTHER_METHODS: Mapping[str, tuple[Any, ...]] = {
@@ -75,7 +74,7 @@ def read_adapter(folder: Path, max_rank: int) -> AdapterFiles:
     if not isinstance(tensors, Mapping) or not tensors:
         raise ValueError("adapter_model has no tensors")
     try:
-        config = json.loads(config_bytes)
+        config = parse_json(config_bytes)
     except ValueError as error:
         raise ValueError(f"adapter_config.json is damaged: {error}") from error
     if not isinstance(config, dict):

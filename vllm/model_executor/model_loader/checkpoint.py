@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from vllm.utils.text import parse_json
 from vllm.utils.weight_files import check_not_adapter, read_torch_file, torch_files
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ def _torch_files(folder: Path) -> list[Path]:
 def _weight_map(index: Path) -> dict[str, str]:
     """Read an index: name of a tensor -> name of its file."""
     try:
-        return dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+        return dict(parse_json(index.read_text(encoding="utf-8"))["weight_map"])
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{index} is not an index of weights: {error!r}") from error
 

@@ -79,7 +79,7 @@ def _open_locked(path: str) -> int:
 def remove_leftovers(folder: str, unlocked_seconds: float = UNLOCKED_SECONDS) -> int:
     """Remove what dead writers left in ``folder``; returns the number of files removed."""
     num_removed = 0
-    with suppress(FileNotFoundError):
+    with suppress(FileNotFoundError, NotADirectoryError):
         # Temporary files first: their locks tell whether they are in use.
         for entry in sorted(os.scandir(folder), key=lambda entry: entry.name[0] != "."):
             with suppress(OSError):

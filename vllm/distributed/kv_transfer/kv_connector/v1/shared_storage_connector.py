@@ -50,6 +50,7 @@ from vllm.logger import init_logger
 from vllm.ops.sources import kernels_of
 from vllm.utils.checked import FolderPath, at_least, config
 from vllm.utils.regular_files import is_regular, open_regular
+from vllm.utils.text import parse_json
 from vllm.utils.whole_files import remove_temporary, temporary_path
 from vllm.v1.cache_kinds.base import KVCacheConfig
 from vllm.v1.core.block_pool import BlockKey
@@ -153,7 +154,7 @@ class StoredBlocks:
             raise DamagedBlockError(f"{name} does not match its checksum")
         end = _LENGTH_BYTES + int.from_bytes(rest[:_LENGTH_BYTES], "little")
         try:
-            header = json.loads(rest[_LENGTH_BYTES:end])
+            header = parse_json(rest[_LENGTH_BYTES:end])
             fits, names = header["fits"], list(header["names"])
         except (ValueError, TypeError, KeyError) as error:
             raise DamagedBlockError(f"{name} does not say what it holds") from error
