@@ -113,3 +113,10 @@ class CannotCount(CountingConnector):
 
     def take_events(self) -> Any:
         raise RuntimeError("no events")
+
+
+class OfferingConnector(CountingConnector):
+    """Offers a block of each prompt, without its hidden states."""
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Any:
+        return 16 if num_computed_tokens + 16 < request.num_tokens else 0, False

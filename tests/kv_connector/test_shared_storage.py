@@ -37,6 +37,12 @@ Checkpoint = Callable[..., Path]
 PROMPTS = [TEXT[:n] + [n % 300] * 20 for n in (300, 133, 64, 15, 377)]
 FOUND = [n // 16 * 16 for n in (319, 152, 83, 34, 396)]
 
+OFFERING = {
+    "kv_connector": "OfferingConnector",
+    "kv_connector_module_path": "tests.kv_connector.counting_connector",
+}
+"""It would load tokens without their rows, so its offers are passed over."""
+
 
 def write(blocks: StoredBlocks, keys: list[BlockKey], data: bytes) -> None:
     blocks.publish(keys, blocks.stage(keys, data))
@@ -65,8 +71,8 @@ def test_saved_in_one_engine_loaded_in_another(
         outputs = ask(llm, PROMPTS)
         same(outputs, expected)
         assert num_cached(outputs) == FOUND
-    both = beside_extraction(tmp_path, OFFLOADING, storing(tmp_path))
-    with engine(folder, **arguments, **both) as llm:
+    several = beside_extraction(tmp_path, OFFERING, OFFLOADING, storing(tmp_path))
+    with engine(folder, **arguments, **several) as llm:
         outputs = ask(llm, PROMPTS)
         same(outputs, expected)
         assert num_cached(outputs) == FOUND

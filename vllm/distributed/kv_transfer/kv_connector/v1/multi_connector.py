@@ -145,8 +145,10 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
         self.reads_all_layers = any(part.reads_all_layers for part in self._connectors)
         self.reads_metadata_later = any(part.reads_metadata_later for part in self._connectors)
         self.outlives_engine = any(part.outlives_engine for part in self._connectors)
-        self.loads_rows = all(part.loads_rows for part in self._connectors)
-
+        self.loads_rows = any(part.loads_rows for part in self._connectors)
+        self._has_rows = (
+            kv_cache_config is not None and kv_cache_config.hidden_state_group_id() is not None
+        )
         self._loader: dict[str, int] = {}  # scheduler: request id -> connector that loads for it
         self._newly_awaited: dict[str, set[int]] = {}  # scheduler: for the next metadata
         self._ended: weakref.WeakSet[Request] = weakref.WeakSet()
@@ -419,7 +421,14 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
         if any(num_tokens is None for num_tokens, _ in offers):
             return None, False
         for index, (num_tokens, in_background) in enumerate(offers):
-            if num_tokens:
+            part = self._connectors[index]
+            if num_tokens and self._has_rows and not part.loads_rows:
+                logger.warning_once(
+                    "an offer of %s is not taken: the hidden states of loaded tokens would be "
+                    "missing",
+                    type(part).__name__,
+                )
+            elif num_tokens:
                 self._loader[request.request_id] = index
                 return num_tokens, in_background
         return 0, False
