@@ -5,12 +5,28 @@ from __future__ import annotations
 import json
 import logging
 import re
+import weakref
 from datetime import datetime
 
 import pytest
 
 from vllm.engine.arg_utils import EngineArgs
 from vllm.logger import VllmLogger, init_logger, set_log_format
+
+
+def test_errors_that_are_logged_once_are_not_kept() -> None:
+    """Their frames hold whatever was in memory when they were raised."""
+
+    class Full(OSError):
+        pass
+
+    error = Full("full")
+    gone = weakref.ref(error)
+    logger = init_logger("vllm.tests.errors")
+    logger.setLevel(logging.CRITICAL)  # what captures the log would keep them
+    logger.warning_once("not stored: %s", error)
+    del error
+    assert gone() is None
 
 
 def test_once_means_once_for_the_same_arguments(caplog: pytest.LogCaptureFixture) -> None:

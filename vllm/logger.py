@@ -32,7 +32,7 @@ class VllmLogger(logging.Logger):
 
     def _once(self, level: int, msg: str, *args: object) -> None:
         """Log unless the same message with the same arguments was logged before."""
-        key = (level, msg, args)
+        key = (level, msg, tuple(map(str, args)))  # an error would keep what its frames hold
         with _lock:
             logged = self.__dict__.setdefault("_logged_once", set())
             if key in logged:

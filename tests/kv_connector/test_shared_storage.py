@@ -6,6 +6,7 @@ import errno
 import hashlib
 import multiprocessing
 import os
+import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -29,6 +30,7 @@ from tests.kv_connector.loading import (
 from vllm.distributed.kv_transfer.kv_connector.v1.shared_storage_connector import (
     DamagedBlockError,
     StoredBlocks,
+    logger,
 )
 from vllm.v1.core.block_pool import BlockKey
 
@@ -303,6 +305,27 @@ def test_a_folder_that_this_engine_can_only_read(
     monkeypatch.setattr(Path, "mkdir", refuse)
     with pytest.raises(ValueError, match=r"shared_storage_path: .*Read-only"):
         StoredBlocks(tmp_path / "new", None)
+
+
+def test_a_folder_in_which_nothing_can_be_stored(
+    checkpoint: Checkpoint,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The log says so once, not for each block. A folder that was removed is made again."""
+    monkeypatch.setattr(logger, "_logged_once", set(), raising=False)
+    with engine(checkpoint("llama"), **only(storing(tmp_path))) as llm:
+        with monkeypatch.context() as patched:
+            patched.setattr(Path, "mkdir", lambda *_, **__: os.stat("/none/folder"))
+            shutil.rmtree(tmp_path / "blocks")
+            llm.generate(PROMPTS[:2], greedy(1), use_tqdm=False)
+        assert caplog.text.count("blocks are not stored: No such file or directory") == 1
+        (tmp_path / "blocks").mkdir()
+        llm.generate(PROMPTS[:1], greedy(1), use_tqdm=False)  # found in the pool
+        forget(llm)
+        llm.generate(PROMPTS[:1], greedy(1), use_tqdm=False)
+        assert len([*(tmp_path / "blocks").rglob("*.block")]) >= FOUND[0] // 16
 
 
 KEY = (3, b"abc", 7)

@@ -32,7 +32,7 @@ import os
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, NamedTuple
 
 import torch
 from pydantic import Strict, StrictBool
@@ -103,13 +103,20 @@ class StoredBlocks:
         header = json.dumps({"fits": self.folder.name, "names": [*map(_name_of, keys)]}).encode()
         parts = (len(header).to_bytes(_LENGTH_BYTES, "little"), header, data)
         try:
-            with open(staged, "wb") as file:
+            with self._create(staged) as file:
                 file.write(_digest_of(*parts))
                 file.writelines(parts)
         except BaseException:
             staged.unlink(missing_ok=True)
             raise
         return staged
+
+    def _create(self, path: Path) -> BinaryIO:
+        try:
+            return open(path, "wb")
+        except FileNotFoundError:  # somebody removed the folder of this model
+            self.folder.mkdir(exist_ok=True)
+            return open(path, "wb")
 
     def publish(self, keys: Sequence[BlockKey], staged: Path) -> None:
         """Give a block all its names. OSError: it is not stored."""
@@ -300,7 +307,7 @@ class SharedStorageConnector(PrefixConnector[FileToLoad, SavedContent]):
                 staged = self._blocks.stage(saved.keys, content.numpy().tobytes())
                 self._staged.append((saved, staged))
             except OSError as error:
-                logger.warning_once("blocks are not stored: %s", error)
+                logger.warning_once("blocks are not stored: %s", error.strerror or error)
 
     def build_connector_worker_meta(self) -> EndedStep | None:
         """Publish the saves; this hook is the last in a step, so all failed loads are known."""
@@ -311,7 +318,7 @@ class SharedStorageConnector(PrefixConnector[FileToLoad, SavedContent]):
                 else:
                     self._blocks.publish(saved.keys, staged)
             except OSError as error:
-                logger.warning_once("blocks are not stored: %s", error)
+                logger.warning_once("blocks are not stored: %s", error.strerror or error)
         self._staged.clear()
         return super().build_connector_worker_meta()
 
