@@ -177,6 +177,15 @@ def test_skipped_records_stay_known(tmp_path: Path) -> None:
     assert_equal(tmp_path / "a", tmp_path / "b")
 
 
+@pytest.mark.parametrize("name", ["index.json", "manifest.json"])
+def test_a_damaged_source_leaves_nothing_at_the_destination(tmp_path: Path, name: str) -> None:
+    source = write_dataset(tmp_path / "source", make_samples([5, 3]), "sharded")
+    (source / name).unlink()
+    with pytest.raises(ValueError, match=str(source)):
+        convert_dataset(str(source), str(tmp_path / "new"), "files")
+    assert not (tmp_path / "new").exists()
+
+
 def test_a_plain_folder(tmp_path: Path) -> None:
     samples = make_samples([3, 6])
     (tmp_path / "plain").mkdir()

@@ -508,8 +508,10 @@ def test_what_is_no_file_of_a_dataset_is_not_read(
             shutil.rmtree(tmp_path / "new", ignore_errors=True)
 
 
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
 @pytest.mark.usefixtures("limited_time")
-def test_a_file_of_rows_that_is_a_pipe(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "a.safetensors")
-    with pytest.raises(OSError, match="not a regular file"):
-        read_hidden_states(str(tmp_path / "a.safetensors"))
+def test_a_file_of_rows_that_is_something_else(tmp_path: Path, make: Callable[[str], None]) -> None:
+    path = str(tmp_path / "a.safetensors")
+    make(path)
+    with pytest.raises(OSError, match=f"{path} is not a regular file"):
+        read_hidden_states(path)

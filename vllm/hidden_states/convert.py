@@ -70,6 +70,7 @@ def convert_dataset(
                 f"{source}: the record number of {sample.request_id!r} is not stored, so the file "
                 "that speculators looks for cannot be named"
             )
+    skipped = read_skipped(source) if stored.settings else []
     _check_is_ours(destination)
     same = dtype == source_settings.dtype
     # For a conversion to fp8, rows are read as stored; the writer quantises and measures errors.
@@ -102,7 +103,7 @@ def convert_dataset(
         elif record is None or problems:
             _write_unit(dataset, samples, destination, unit, settings)
         dataset.unmap()
-    return merge_units(destination, read_skipped(source) if stored.settings else [])
+    return merge_units(destination, skipped)
 
 
 def _check_is_ours(destination: str) -> None:

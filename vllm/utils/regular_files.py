@@ -20,9 +20,9 @@ def open_regular(path: str | os.PathLike[str], max_bytes: int | None = None) -> 
 
     OSError: there is none, it is something else, or it has more than ``max_bytes``.
     """
-    file = open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")  # noqa: SIM115
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
-        status = os.fstat(file.fileno())
+        status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             raise OSError(f"{os.fspath(path)} is not a regular file")
         if max_bytes is not None and status.st_size > max_bytes:
@@ -30,7 +30,7 @@ def open_regular(path: str | os.PathLike[str], max_bytes: int | None = None) -> 
                 f"{os.fspath(path)} has {status.st_size:,} bytes, more than the {max_bytes:,} that "
                 "such a file can have"
             )
+        return open(descriptor, "rb")
     except BaseException:
-        file.close()
+        os.close(descriptor)
         raise
-    return file
