@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import tracemalloc
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.extract.job_harness import token_lists, write_jsonl, write_token_ids
+from tests.extract.job_harness import digests, token_lists, write_jsonl, write_token_ids
 from vllm.entrypoints.extract.options import ExtractOptions
 from vllm.entrypoints.extract.plan import Plan, has_plan, make_plan
 from vllm.entrypoints.extract.prompts import PromptMaker
@@ -102,6 +103,27 @@ def test_a_plan_of_something_else_is_not_used(tmp_path: Path) -> None:
     plan_of(data, tmp_path / "plan", key="other")
     assert has_plan(tmp_path / "plan", settings_of("other"))
     assert not has_plan(tmp_path / "plan", settings_of("k"))
+
+
+@pytest.mark.parametrize("damage", ["pipe", "folder", "cut", "changed", "missing"])
+def test_a_damaged_plan_is_made_again(tmp_path: Path, damage: str) -> None:
+    data = write_token_ids(tmp_path / "a.jsonl", LISTS)
+    folder = tmp_path / "plan"
+    plan_of(data, folder)
+    whole = digests(folder)
+    for name in whole:
+        content = (folder / name).read_bytes()
+        (folder / name).unlink()
+        if damage == "pipe":
+            os.mkfifo(folder / name)
+        elif damage == "folder":
+            (folder / name).mkdir()
+        elif damage != "missing":
+            (folder / name).write_bytes(content[:-1] + b"x" * (damage == "changed"))
+        is_whole = not content and damage == "cut"
+        assert has_plan(folder, settings_of("k")) is is_whole, name
+        plan_of(data, folder)
+        assert digests(folder) == whole
 
 
 def test_memory_does_not_grow_with_the_input(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
-from typing import BinaryIO
+from io import BufferedReader
 
 
 def is_regular(path: str | os.PathLike[str]) -> bool:
@@ -15,7 +15,7 @@ def is_regular(path: str | os.PathLike[str]) -> bool:
         return False
 
 
-def open_regular(path: str | os.PathLike[str], max_bytes: int | None = None) -> BinaryIO:
+def open_regular(path: str | os.PathLike[str], max_bytes: int | None = None) -> BufferedReader:
     """Open a regular file for reading; never waits, as opening a pipe would.
 
     OSError: there is none, it is something else, or it has more than ``max_bytes``.

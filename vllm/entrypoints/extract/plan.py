@@ -9,7 +9,7 @@ from there, in any order, without the input or the tokenizer:
     names.bin       name of each sample, a zero byte, and JSON of the columns that are kept; UTF-8
     units.bin       int64, the first sample of each unit, and the number of samples
     skipped.jsonl   {"record": ..., "reason": ...} of each record that is not a sample
-    plan.json       totals; written last
+    plan.json       totals, and checksums of the others; written last
 
 The same input and settings give the same bytes. The memory used does not depend on the tokens;
 cutting the units takes some 50 bytes per sample.
@@ -19,30 +19,35 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import itertools
 import json
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
+import xxhash
 
 from vllm.entrypoints.extract.generation import choices_of, source_columns
 from vllm.entrypoints.extract.options import ExtractOptions
 from vllm.entrypoints.extract.prompts import Prompt, PromptMaker
 from vllm.entrypoints.extract.records import Record, Source, read_records
 from vllm.hidden_states.metadata import DatasetSettings, SkippedRecord
+from vllm.hidden_states.names import CHECKSUM_KIND
 from vllm.hidden_states.positions import parse_positions
 from vllm.hidden_states.tensor_file import checksum
 from vllm.hidden_states.units import file_stem, plan_units
 from vllm.hidden_states.windows import Window, WindowCutter
 from vllm.logger import init_logger
 from vllm.utils.progress import progress_bar
+from vllm.utils.regular_files import open_regular
+from vllm.utils.text import parse_json
 from vllm.utils.whole_files import sync_path, temporary_path
 
 if TYPE_CHECKING:
@@ -61,7 +66,8 @@ PLAN_FOLDER = "plan"
 _TOTALS = "plan.json"
 _SKIPPED = "skipped.jsonl"
 _RECORDS_AT_ONCE = 64
-_VERSION = 4
+_MOST_TOTALS_BYTES = 1 << 20
+_VERSION = 5
 """Version of the files above."""
 _STORED_ID_BYTES = 8
 """Bytes of a token id in the dataset."""
@@ -110,6 +116,8 @@ class PlanTotals:
     """Number of the first unit in the dataset; not 0 if the input is added to others."""
     first_sample: int = 0
     first_record: int = 0
+    files: dict[str, str] = field(default_factory=dict)
+    """Checksum of each other file."""
 
 
 class Plan:
@@ -185,8 +193,23 @@ class Plan:
 
 
 def has_plan(folder: Path, settings: DatasetSettings) -> bool:
-    """Return whether there is a complete plan for these settings, regardless of their counts."""
-    return (folder / _TOTALS).exists() and Plan(folder).totals.key == _key(settings)
+    """Return whether there is a whole plan for these settings, regardless of their counts."""
+    try:
+        with open_regular(folder / _TOTALS, _MOST_TOTALS_BYTES) as file:
+            stated = parse_json(file.read())
+        return bool(stated["key"] == _key(settings) and stated["files"] == _checksums(folder))
+    except (OSError, ValueError, TypeError, KeyError):  # none, or it is damaged
+        return False
+
+
+def _checksums(folder: Path) -> dict[str, str]:
+    found = {}
+    for path in sorted(folder.iterdir()):
+        if path.name != _TOTALS:
+            with open_regular(path) as file:
+                digest = hashlib.file_digest(file, lambda: xxhash.xxh3_128())
+            found[path.name] = CHECKSUM_KIND + digest.hexdigest()
+    return found
 
 
 def _key(settings: DatasetSettings) -> str:
@@ -424,6 +447,7 @@ def _cut_units(folder: Path, unit_bytes: int, totals: PlanTotals, most_new: int)
     (folder / "units.bin").write_bytes(np.insert(ends, 0, 0).tobytes())
     totals.longest = int(num_tokens.max())
     totals.num_bytes = int(sizes.sum())
+    totals.files = _checksums(folder)
     (folder / _TOTALS).write_text(json.dumps(dataclasses.asdict(totals)))
     for path in (*folder.iterdir(), folder):
         sync_path(path)
