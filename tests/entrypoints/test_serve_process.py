@@ -259,7 +259,7 @@ def test_addresses(tmp_path: Path) -> None:
                 bind(ServerSettings(host=host, port=port))
     with pytest.raises(ValueError, match=r"host='no.such.host.invalid', port=0"):
         bind(ServerSettings(host="no.such.host.invalid", port=0))
-    with pytest.raises(ValueError, match="is not a name; name an address"):
+    with pytest.raises(ValueError, match="host is not valid text"):
         bind(ServerSettings(host="\udcff", port=0))
     bound = bind(ServerSettings(port=0, root_path="/proxy"))
     assert bound.url == f"http://localhost:{bound.socket.getsockname()[1]}/proxy"

@@ -18,6 +18,8 @@ from tests.extract.job_harness import digests, run, token_lists, write_token_ids
 NUM_KILLS = 20
 _TOUCHING_THE_DISK = ("open", "fsync", "pwrite", "replace", "rename", "unlink", "mkdir", "close")
 """Between two of these nothing on the disk changes; so killing before each is killing anywhere."""
+VARYING = 8
+"""Calls by which runs differ, because threads find each other's work done or not."""
 
 
 def run_and_count(last: int | None, job: Callable[[], int], report: int) -> None:
@@ -68,7 +70,7 @@ def test_killed_at_random_moments(form: str, tiny_llama: Path, tmp_path: Path) -
     assert status == 0
     expected = digests(undisturbed)
     rng = random.Random(7)
-    for moment in sorted(rng.randrange(num_calls) for _ in range(NUM_KILLS // 2)):
+    for moment in sorted(rng.randrange(num_calls - VARYING) for _ in range(NUM_KILLS // 2)):
         # Each one alone, from the beginning, and continued to the end ...
         alone = tmp_path / f"at_{moment}"
         status, _ = in_child(moment, lambda out=alone: run(tiny_llama, data, out, format=form))
