@@ -24,6 +24,7 @@ VLLM_GDN_BACKEND: str | None
 VLLM_PLUGINS: tuple[str, ...] | None
 VLLM_API_KEY: str | None
 VLLM_ALLOW_RUNTIME_LORA_UPDATING: bool
+VLLM_SERVER_DEV_MODE: bool
 
 
 class Variable(NamedTuple):
@@ -112,6 +113,12 @@ VARIABLES: dict[str, Variable] = {
     ),
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING": Variable(
         False, _switch, "Let clients of `vllm serve` load and unload adapters: 1 or 0."
+    ),
+    "VLLM_SERVER_DEV_MODE": Variable(
+        False,
+        _switch,
+        "Let clients of `vllm serve` put it to sleep, pause it, call methods of its worker and "
+        "replace its weights: 1 or 0.",
     ),
 }
 

@@ -20,6 +20,8 @@ class FailureKind(enum.StrEnum):
 
     BAD_REQUEST = "bad_request"
     """The request cannot be served; raised as ValueError."""
+    NOT_READY = "not_ready"
+    """The engine sleeps, or its weights are not whole; raised as NotReadyError."""
     NOT_STARTED = "not_started"
     """The server could not start because of its model, its options or its address."""
     ROWS_NOT_FINITE = "rows_not_finite"
@@ -39,6 +41,8 @@ class FailureKind(enum.StrEnum):
     STEP_FAILED = "step_failed"
     """A step of the engine raised an exception."""
     CONNECTOR_FAILED = "connector_failed"
+    TRANSFER_FAILED = "transfer_failed"
+    """Weights that a trainer should send did not come."""
     ENGINE_DEAD = "engine_dead"
     """The engine's process ended."""
     STREAM_STALLED = "stream_stalled"
@@ -85,6 +89,10 @@ class FailureError(RuntimeError):
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure)
         self.failure = failure
+
+
+class NotReadyError(ValueError):
+    """The engine serves no request now; the same request may succeed later."""
 
 
 class VLLMValidationError(ValueError):

@@ -266,16 +266,6 @@ def test_the_small_endpoints(teacher: LiveServer) -> None:
         post(teacher, "/generate/", prompts=[SEQUENCES[1] * 3], max_tokens=1)
         for path in ("/reset_prefix_cache", "/reset_prefix_cache/"):
             assert http.post(path).json()["success"] is True
-        assert "message" in http.post("/close_communicator/").json()
-        for path in (
-            *("/init_communicator/", "/update_named_param/", "/batch_update_named_params/"),
-            *("/init_weight_transfer_engine", "/start_weight_update", "/update_weights"),
-            "/finish_weight_update",
-        ):
-            answer = http.post(path, json={"name": "x"})
-            assert answer.status_code == 501
-            assert "cannot take weights while it runs" in answer.json()["error"]["message"]
-        assert http.get("/server_info").status_code == 501
 
 
 def test_temperature_reaches_prompt_logprobs(

@@ -1,5 +1,5 @@
 """The process group of TRL up to 1.10."""
 
-from vllm.distributed.weight_transfer import NoCommunicator as StatelessProcessGroup
+from vllm.distributed.weight_transfer import WeightGroup as StatelessProcessGroup
 
 __all__ = ["StatelessProcessGroup"]

@@ -12,7 +12,7 @@ from pydantic.json_schema import models_json_schema
 from starlette.responses import Response
 
 from vllm import envs
-from vllm.entrypoints.openai import downloads, pages, steering, trl
+from vllm.entrypoints.openai import development, downloads, pages, steering, trl, weights
 from vllm.entrypoints.openai.adapters import make_router
 from vllm.entrypoints.openai.chat import Chat
 from vllm.entrypoints.openai.completion import Completion
@@ -120,6 +120,9 @@ def build_app(state: ServerState) -> FastAPI:
     app.state.server = state
     paths = ["/openapi.json"]
     routers = [router, pages.router, downloads.router, steering.router, trl.router]
+    routers.append(weights.trl_router)
+    if envs.VLLM_SERVER_DEV_MODE:
+        routers += [development.router, weights.vllm_router]
     if envs.VLLM_ALLOW_RUNTIME_LORA_UPDATING:
         routers.append(make_router(state.adapters))
     for one in routers:

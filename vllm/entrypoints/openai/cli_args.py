@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, TypeAdapter, ValidationError, ValidationInfo
 
 from vllm import envs
+from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.transformers_utils.chat_messages import ContentFormat
 from vllm.utils.checked import (
     ABOVE_0,
@@ -19,6 +20,7 @@ from vllm.utils.checked import (
     at_least,
     at_most,
     config,
+    from_mapping,
     require,
 )
 from vllm.utils.options import Group, Option
@@ -145,6 +147,14 @@ class ServerSettings:
     Default: they have no effect, of which the log and the reply's warnings tell."""
     enable_scale_out: bool = False
     """Accepted for existing launchers, without effect: the render endpoints are always on."""
+    weight_transfer_config: Annotated[
+        WeightTransferConfig | None, from_mapping(WeightTransferConfig)
+    ] = None
+    """Let trainers send weights to this server, as JSON: {"backend": "nccl" or "gloo", "timeout":
+    seconds (300)}. Anyone who reaches the server can then replace its weights."""
+    weight_folders: Names = field(default_factory=list)
+    """Folders from which /update_weights may load checkpoints (VLLM_SERVER_DEV_MODE=1), also from
+    folders inside them; or one JSON list."""
     max_queued_requests: Annotated[int, at_least(1), Option(group=_LIMITS)] = 4096
     """Most unfinished generation requests, including running ones; further requests get 429."""
     max_head_bytes: Annotated[SizeBytes, at_least(1024)] = 64 * 2**10

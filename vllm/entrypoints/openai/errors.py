@@ -15,7 +15,7 @@ from fastapi import Request
 from pydantic import BaseModel
 from starlette.responses import Response
 
-from vllm.exceptions import Failure, FailureError, FailureKind, VLLMValidationError
+from vllm.exceptions import Failure, FailureError, FailureKind, NotReadyError, VLLMValidationError
 
 NAMED_PARAMS = {
     "dimensions", "input", "input_tokens", "logprobs", "max_tokens", "model", "prompt",
@@ -32,6 +32,7 @@ RETRY_AFTER_SECONDS = 1
 _LOCAL_PATH = re.compile(r"(?<![\w.:/<~])(?:/[\w.@%+~-]+)+/?")
 _STATUS: Mapping[FailureKind, int] = dict.fromkeys(FailureKind, 500) | {
     FailureKind.BAD_REQUEST: 400,
+    FailureKind.NOT_READY: 503,
     FailureKind.FILE_GONE: 404,
     FailureKind.FILE_DAMAGED: 410,
     FailureKind.DISK_FULL: 507,
@@ -134,6 +135,8 @@ def as_api_error(error: BaseException) -> ApiError:
         return error
     if isinstance(error, VLLMValidationError):
         return bad_request(str(error), error.parameter if error.parameter in NAMED_PARAMS else None)
+    if isinstance(error, NotReadyError):
+        return ApiError(503, str(error))
     if isinstance(error, ValueError):
         return bad_request(str(error))
     if isinstance(error, FailureError):

@@ -90,6 +90,16 @@ def check_certificates(settings: ServerSettings) -> None:
         raise ValueError(f"{files}: {error}; use PEM files of a certificate and its key") from None
 
 
+def check_weight_transfer(settings: ServerSettings, config: VllmConfig) -> None:
+    """Raise ValueError if the device cannot take weights in the way that the settings ask for."""
+    transfer, device = settings.weight_transfer_config, config.device_config.device_type
+    if transfer is not None and transfer.backend == "nccl" and device != "cuda":
+        raise ValueError(
+            f'weight_transfer_config.backend="nccl" needs a CUDA device, and this is a {device}; '
+            'use "gloo"'
+        )
+
+
 def bind(settings: ServerSettings) -> BoundSocket:
     """Bind host and port, or the Unix socket; raises ValueError if it is in use or not allowed."""
     if settings.uds is not None:
@@ -172,6 +182,7 @@ def run_server(
                 handle=core,
                 num_renderer_threads=settings.num_renderer_threads,
             )
+            check_weight_transfer(settings, engine.vllm_config)
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
                 log_stats = not engine_args.disable_log_stats
                 return runner.run(Server(engine, settings, bound, core, template, log_stats).run())

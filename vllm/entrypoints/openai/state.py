@@ -19,6 +19,7 @@ from vllm.entrypoints.openai.adapters import ServedAdapters
 from vllm.entrypoints.openai.errors import ApiError
 from vllm.entrypoints.openai.hidden_states_store import storage_options
 from vllm.entrypoints.openai.row_memory import RowMemory
+from vllm.entrypoints.openai.served_weights import ServedWeights
 from vllm.entrypoints.openai.steering_store import SteeringStore
 from vllm.transformers_utils.tokenizer import make_decoder
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -55,10 +56,12 @@ class ServerState:
     steering: SteeringStore = field(init=False)
     """Steering vectors by name."""
     adapters: ServedAdapters = field(init=False)
+    weights: ServedWeights = field(init=False)
 
     def __post_init__(self) -> None:
         self.steering = SteeringStore(self.settings, self.engine)
         self.adapters = ServedAdapters(self.engine, self.served_model_names)
+        self.weights = ServedWeights(self.settings, self.engine)
 
     async def beside_loop(
         self, request: Request, function: Callable[..., T], *arguments: object

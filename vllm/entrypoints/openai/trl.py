@@ -1,8 +1,8 @@
 """The endpoints of TRL's own server (``trl vllm-serve``, TRL 1.0 to 1.10), and those of vLLM's
 server that later versions of TRL use besides the OpenAI API.
 
-They serve TRL's clients: log-probabilities of a teacher, and generation in batches. Weights cannot
-be sent to a running server; the endpoints for that say so.
+They serve TRL's clients: log-probabilities of a teacher, and generation in batches. Those for
+weights are in ``weights.py``.
 """
 
 from __future__ import annotations
@@ -45,11 +45,6 @@ router = APIRouter(include_in_schema=False)
 _MOST_SEQUENCES = 16384
 _ENTRY_BYTES = 8
 """Bytes of a token id and its log-probability."""
-_NO_WEIGHTS = (
-    "this server cannot take weights while it runs: it has no NCCL group of trainer and workers, "
-    "and its engine runs in another process. Save the weights and start the server with them; in "
-    "one process, LLM(...) can replace weights (docs/design.md, 'The life of a weight')"
-)
 _KNOWN_SETTINGS = frozenset(CompletionRequest.model_fields) & (
     {*SamplingParams.__struct_fields__} - {"output_kind", "extra_args"}
 )
@@ -323,25 +318,7 @@ async def get_world_size(state: State) -> dict[str, int]:
 @router.post("/reset_prefix_cache")
 @router.post("/reset_prefix_cache/")
 async def reset_prefix_cache(state: State) -> dict[str, Any]:
-    """Forget every cached prefix."""
+    """Forget every cached prefix, and end an update of the weights: TRL calls it at the end."""
+    await state.weights.finish()
     await state.engine.reset_prefix_cache()
     return {"success": True, "message": "Request received, resetting prefix cache status: True"}
-
-
-@router.post("/close_communicator/")
-async def close_communicator() -> dict[str, str]:
-    """Return that there is nothing to close, as there never was a group."""
-    return {"message": "Request received, closing communicator"}
-
-
-@router.get("/server_info")
-@router.post("/init_weight_transfer_engine")
-@router.post("/start_weight_update")
-@router.post("/update_weights")
-@router.post("/finish_weight_update")
-@router.post("/init_communicator/")
-@router.post("/update_named_param/")
-@router.post("/batch_update_named_params/")
-async def refuse_weights() -> None:
-    """Refuse to take weights; TRL asks for ``/server_info`` before it sends them."""
-    raise ApiError(501, _NO_WEIGHTS)

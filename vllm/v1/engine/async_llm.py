@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, get_args
 
 from vllm.distributed.kv_events import events_from_message
-from vllm.exceptions import Failure
+from vllm.exceptions import Failure, FailureKind, NotReadyError
 from vllm.inputs import PromptType
 from vllm.logger import init_logger
 from vllm.lora.request import LoRARequest
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 _PAUSE_POLL_SECONDS = 0.002
+_BY_CALLER = "pause_generation"
 
 
 class AsyncLLM(AsyncExtraction, AsyncWorkerCalls):
@@ -78,6 +79,8 @@ class AsyncLLM(AsyncExtraction, AsyncWorkerCalls):
         self._death: str | None = None
         self._background: set[asyncio.Task[None]] = set()
         self._pausing = asyncio.Lock()
+        self._pauses: set[object] = set()
+        """One for each caller that lets no request begin."""
         self._may_begin = asyncio.Event()
         """Set unless the engine is paused."""
         self._may_begin.set()
@@ -307,20 +310,54 @@ class AsyncLLM(AsyncExtraction, AsyncWorkerCalls):
     @asynccontextmanager
     async def paused(self, mode: PauseMode = "wait") -> AsyncGenerator[None, None]:
         """Let no request begin inside the block; those under way are completed, or aborted."""
-        if mode not in get_args(PauseMode):
-            raise ValueError(f"mode={mode!r}: use {', '.join(get_args(PauseMode))}")
+        _check_mode(mode)
         await self.start()
         async with self._pausing:
-            self._may_begin.clear()
+            pause = object()
+            self._pause(pause)
             try:
-                for request_id in list(self._streams) if mode == "abort" else ():
-                    await self.abort(request_id)
-                while self.output_processor.get_num_unfinished_requests():
-                    await self.check_health()
-                    await asyncio.sleep(_PAUSE_POLL_SECONDS)
+                await self._end_requests(mode)
                 yield
             finally:
-                self._may_begin.set()
+                self._resume(pause)
+
+    async def pause_generation(
+        self, mode: PauseMode = "abort", *, clear_cache: bool = True
+    ) -> None:
+        """Let no request begin until :meth:`resume_generation`; those under way end first.
+
+        mode: ``"abort"`` ends them, ``"wait"`` completes them. clear_cache: forget all prefixes.
+        """
+        _check_mode(mode)
+        await self.start()
+        self._pause(_BY_CALLER)
+        await self._end_requests(mode)
+        if clear_cache:
+            await self.reset_prefix_cache()
+
+    async def resume_generation(self) -> None:
+        """Let requests begin again."""
+        self._resume(_BY_CALLER)
+
+    async def is_paused(self) -> bool:
+        """Return whether requests wait to begin."""
+        return not self._may_begin.is_set()
+
+    def _pause(self, pause: object) -> None:
+        self._pauses.add(pause)
+        self._may_begin.clear()
+
+    def _resume(self, pause: object) -> None:
+        self._pauses.discard(pause)
+        if not self._pauses:
+            self._may_begin.set()
+
+    async def _end_requests(self, mode: PauseMode) -> None:
+        for request_id in list(self._streams) if mode == "abort" else ():
+            await self.abort(request_id)
+        while self.output_processor.get_num_unfinished_requests():
+            await self.check_health()
+            await asyncio.sleep(_PAUSE_POLL_SECONDS)
 
     async def reset_prefix_cache(self, *, reset_connector: bool = False) -> None:
         """Forget every cached prefix; with ``reset_connector`` also what the KV connector keeps."""
@@ -370,10 +407,16 @@ class AsyncLLM(AsyncExtraction, AsyncWorkerCalls):
         self._abort(request_id)
         stream = self._streams.get(request_id)
         if stream is not None:
-            stream.put(ValueError(failure.message))
+            is_early = failure.kind is FailureKind.NOT_READY
+            stream.put((NotReadyError if is_early else ValueError)(failure.message))
 
     def _die(self, reason: str) -> None:
         """Take in that the core ended: all streams end with an error."""
         logger.error("%s", reason)
         self._death = reason
         self._end_streams(reason)
+
+
+def _check_mode(mode: str) -> None:
+    if mode not in get_args(PauseMode):
+        raise ValueError(f"mode={mode!r}: use {', '.join(get_args(PauseMode))}")

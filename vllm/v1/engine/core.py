@@ -19,7 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorRole,
 )
-from vllm.exceptions import Failure, FailureError, FailureKind, kind_of
+from vllm.exceptions import Failure, FailureError, FailureKind, NotReadyError, kind_of
 from vllm.logger import init_logger
 from vllm.plugins import load_general_plugins
 from vllm.steering import SteeringSpec, check_fit
@@ -206,7 +206,7 @@ class EngineCore:
         if self.executor.dead_because is not None:
             raise EngineDeadError(self.executor.dead_because)
         if (reason := self.executor.not_ready_reason()) is not None:
-            raise ValueError(reason)
+            raise NotReadyError(reason)
         request = Request(message)
         needs_logits = (
             request.max_tokens != 0 or request.sampling_params.prompt_logprobs is not None

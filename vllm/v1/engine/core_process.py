@@ -23,7 +23,7 @@ import zmq
 
 # Imported before the settings arrive: the parent makes the config in the meantime.
 from vllm.config import VllmConfig
-from vllm.exceptions import Failure, FailureKind
+from vllm.exceptions import Failure, FailureError, FailureKind, NotReadyError
 from vllm.logger import LogFormat, init_logger, set_log_format
 from vllm.model_classes import ModelRegistry
 from vllm.transformers_utils.tokenizer import TokenizerLike, load_tokenizer
@@ -166,7 +166,9 @@ class CoreProcess:
                 try:
                     self._add_request(command.request)
                 except ValueError as error:
-                    refusal = Failure(FailureKind.BAD_REQUEST, str(error))
+                    is_early = isinstance(error, NotReadyError)
+                    kind = FailureKind.NOT_READY if is_early else FailureKind.BAD_REQUEST
+                    refusal = Failure(kind, str(error))
                     rejected[command.request.request_id] = refusal
             elif isinstance(command, AbortRequests):
                 self.core.abort_requests(command.request_ids)
@@ -185,6 +187,8 @@ class CoreProcess:
         try:
             results = self.core.collective_rpc(pickle.loads(command.call))
             return CallAnswer(command.number, pickle.dumps(results))
+        except FailureError as error:
+            return CallAnswer(command.number, failure=error.failure)
         except Exception as error:
             is_refusal = isinstance(error, ValueError)
             kind = FailureKind.BAD_REQUEST if is_refusal else FailureKind.STEP_FAILED

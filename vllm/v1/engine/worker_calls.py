@@ -23,7 +23,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, context
 from itertools import count
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
-from vllm.exceptions import FailureKind
+from vllm.exceptions import FailureError, FailureKind
 from vllm.lora.request import LoRARequest, check_lora_request
 from vllm.v1.engine.core_messages import CallAnswer, WorkerCall
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -136,6 +136,23 @@ class AsyncWorkerCalls(EngineFrontEnd, ABC):
         """Let no request begin inside the block."""
 
     @abstractmethod
+    async def pause_generation(
+        self, mode: PauseMode = "abort", *, clear_cache: bool = True
+    ) -> None:
+        """Let no request begin until :meth:`resume_generation`; those under way end first.
+
+        mode: ``"abort"`` ends them, ``"wait"`` completes them. clear_cache: forget all prefixes.
+        """
+
+    @abstractmethod
+    async def resume_generation(self) -> None:
+        """Let requests begin again."""
+
+    @abstractmethod
+    async def is_paused(self) -> bool:
+        """Return whether requests wait to begin."""
+
+    @abstractmethod
     async def reset_prefix_cache(self, *, reset_connector: bool = False) -> None:
         """Forget every cached prefix."""
 
@@ -217,8 +234,10 @@ class PendingCalls:
             future.set_result(pickle.loads(answer.results))
         elif answer.failure.kind is FailureKind.BAD_REQUEST:
             future.set_exception(ValueError(answer.failure.message))
-        else:
+        elif answer.failure.kind is FailureKind.STEP_FAILED:
             future.set_exception(RuntimeError(answer.failure.message))
+        else:
+            future.set_exception(FailureError(answer.failure))
 
     def fail(self, error: EngineDeadError) -> None:
         """End all calls with an error."""

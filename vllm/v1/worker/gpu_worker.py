@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.lora.request import LoRARequest
+from vllm.model_executor.layers.weight import num_weight_bytes
 from vllm.model_executor.models.interfaces import knows_reference
 from vllm.ops.backends import attention_scratch_bytes
 from vllm.utils.transfers import prepare_pinned_memory
@@ -18,6 +20,7 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.profile_run import profile_run, small_pool
 from vllm.v1.worker.recorded_steps import record_cuda_graph
 from vllm.v1.worker.self_check import check_against_reference
+from vllm.v1.worker.weight_receiver import WeightReceiver
 from vllm.v1.worker.weight_updates import Named, WeightUpdates
 
 logger = init_logger(__name__)
@@ -44,7 +47,9 @@ class Worker:
         self.model_runner.load_model()
         if knows_reference(self.model_runner.model):
             check_against_reference(self.model_runner)
-        self._weights = WeightUpdates(self.model_runner.model, self.vllm_config)
+        model = self.model_runner.model
+        self._weights = WeightUpdates(model, self.vllm_config)
+        self._receiver = WeightReceiver(self._weights, self.device, num_weight_bytes(model))
 
     def determine_available_memory(self) -> int:
         """Bytes that the pool may take, with the model loaded and beside the largest step.
@@ -131,6 +136,16 @@ class Worker:
         """
         self._check_weights_are_here()
         return self._weights.load(weights)
+
+    @torch.no_grad()
+    def transfer_weights(self, step: str, *args: Any) -> Any:
+        """Call a method of the receiver of weights that a trainer sends (WeightReceiver).
+
+        ValueError: as the method says.
+        """
+        if step in ("check", "receive"):
+            self._check_weights_are_here()
+        return getattr(self._receiver, step)(*args)
 
     def add_lora(self, lora_request: LoRARequest) -> bool:
         """Load an adapter now. ValueError: it cannot be used."""

@@ -43,6 +43,7 @@ class WeightUpdates:
         self.problem: str | None = None
         """The reason why the model computes nothing of use; None: its weights are whole."""
         self._missing: set[Hashable] = set()  # places to replace until there is no problem
+        self._left: set[Hashable] = set()  # places to replace until the update is whole
         self._lent: list[_Lent] = []
 
     def load_folder(self, path: str | None) -> None:
@@ -58,7 +59,7 @@ class WeightUpdates:
         else:
             folder = Path(path).expanduser()
             files = find_weight_files(folder, self._vllm_config.load_config.load_format)
-        self._check(stored_shapes(files), is_whole=True)
+        self.check(stored_shapes(files), is_whole=True)
         with self._replacing():
             load_checkpoint(self._model, self._vllm_config, files)
         self.problem = None
@@ -72,22 +73,49 @@ class WeightUpdates:
         if self._vllm_config.model_config.quantization_config is None:  # else codes may come
             for name, tensor in named.items():
                 _check_floats(name, tensor)
-        self._check({name: tuple(tensor.shape) for name, tensor in named.items()})
+        self.check({name: tuple(tensor.shape) for name, tensor in named.items()})
         with self._replacing():
             model = cast("VllmModelForTextGeneration", self._model)
             loaded = model.load_weights(named.items())
-        if self.problem is not None:
-            self._missing -= set(map(self._places(), named))
-            if not self._missing:
-                self.problem = None
+        self._note_replaced(map(self._places(), named))
         if not loaded and named:
             raise ValueError(f"weights: the model has none of the names {', '.join([*named][:5])}")
         return sorted(loaded)
 
-    def _check(self, shapes: Mapping[str, Iterable[int]], *, is_whole: bool = False) -> None:
+    def begin(self) -> None:
+        """Note that an update by several calls of :meth:`load` begins."""
+        self._left = self._all_places()
+
+    @property
+    def is_whole(self) -> bool:
+        """True if all weights were replaced since :meth:`begin`."""
+        return not self._left
+
+    def interrupt(self, reason: str) -> None:
+        """Note that the update ends before its end: the weights are those of two models, unless
+        all or none of them were replaced."""
+        if self._left and self._left != self._all_places():
+            self._break(f"its weights are mixed, because {reason}")
+
+    def _all_places(self) -> set[Hashable]:
+        return set(self._stored(self._places())) or {None}  # nothing stands for None
+
+    def _note_replaced(self, places: Iterable[Hashable]) -> None:
+        """Take places, and those of the same parameters in other layouts, from what is missing."""
+        found = set(places)
+        parameters = set(map(_parameter_of, found - self._all_places()))
+        for missing in (self._missing, self._left):
+            missing -= {
+                place for place in missing if place in found or _parameter_of(place) in parameters
+            }
+        if not self._missing:
+            self.problem = None
+
+    def check(self, shapes: Mapping[str, Iterable[int]], *, is_whole: bool = False) -> None:
         """Compare shapes with those of the checkpoint that the model was made from.
 
-        is_whole: its tensors have to be there, too.
+        is_whole: its tensors have to be there, too. ValueError: they differ, or weights cannot be
+        replaced.
         """
         if isinstance(self._model, MayKeepWeights) and self._model.why_weights_stay is not None:
             raise ValueError(f"weights cannot be replaced: {self._model.why_weights_stay}")
@@ -150,8 +178,7 @@ class WeightUpdates:
 
     def _break(self, problem: str) -> None:
         """Note that the model computes nothing of use until all tensors were replaced."""
-        self.problem = problem
-        self._missing = set(self._stored(self._places())) or {None}  # nothing stands for None
+        self.problem, self._missing = problem, self._all_places()
 
     @contextmanager
     def _replacing(self) -> Iterator[None]:
