@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -110,6 +110,12 @@ class RowAdapters(Protocol):
         """Add what they change in a product with a weight. x: [rows, n]; out: [rows, m]."""
         ...
 
+    def parts_of(
+        self, weight: Any, table: int, num_rows: int
+    ) -> Iterator[tuple[Any, torch.Tensor | None]]:
+        """Yield what they change in a product of so many rows, each with its rows; None: all."""
+        ...
+
     def part(self, rows: torch.Tensor | slice) -> RowAdapters:
         """Return those of products that have only some rows, or have them repeatedly."""
         ...
@@ -180,3 +186,15 @@ def set_forward_context(context: ForwardContext) -> Iterator[ForwardContext]:
         yield context
     finally:
         _local.context = previous
+
+
+def only_rows(rows: torch.Tensor | slice) -> AbstractContextManager[object]:
+    """Return a block whose products have only some rows of the pass, or have them repeatedly."""
+    adapters = current_adapters()
+    return nullcontext() if adapters is None else _only(adapters, rows)
+
+
+@contextmanager
+def _only(adapters: RowAdapters, rows: torch.Tensor | slice) -> Iterator[None]:
+    with set_forward_context(replace(get_forward_context(), adapters=adapters.part(rows))):
+        yield

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,13 @@ from safetensors.torch import load_file, save_file
 
 from tests.engine.harness import core_of, engine, greedy, random_prompts
 from tests.grids import at_night
-from tests.models.adapters import request, write_adapter, write_merged
+from tests.models.adapters import (
+    request,
+    write_adapter,
+    write_merged,
+    write_merged_tables,
+    write_table_adapter,
+)
 from tests.models.checkpoints import make_checkpoint
 from tests.models.families import FAMILIES
 from tests.models.oracle import reference_run, relative_error
@@ -108,6 +115,74 @@ def test_single_experts(family: str, checkpoint: Checkpoint, tmp_path: Path) -> 
     folder = checkpoint(family)
     with engine(folder, enable_lora=True, max_num_batched_tokens=16) as llm:
         check_rows(llm, folder, tmp_path, with_experts=True)
+
+
+@pytest.mark.parametrize(
+    ("family", "is_old"),
+    [
+        *(("qwen3_moe", False), ("gpt_oss", False), ("llama4", False), ("nemotron_h", False)),
+        *(at_night("qwen3_moe", True), at_night("llama4", True)),
+    ],
+)
+def test_parameters_with_a_table_for_each_expert(
+    family: str, is_old: bool, checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    """Both of a layer's parameters, which PEFT names by their order."""
+    folder = checkpoint(family)
+    write_table_adapter(tmp_path / "tables", folder, 3, rank=2, is_old=is_old)
+    merged = write_merged_tables(tmp_path / "merged", folder, tmp_path / "tables", is_old=is_old)
+    with engine(folder, enable_lora=True, max_num_batched_tokens=16) as llm:
+        layers = layers_of(llm)
+        plain = list(llm.extract(PROMPTS, layers=layers))
+        tables = request(tmp_path / "tables")
+        requests = [ExtractRequest(one, lora_request=a) for one in PROMPTS for a in (None, tables)]
+        samples = list(llm.extract(requests, layers=layers))
+    for alone, beside, sample in zip(plain, samples[::2], samples[1::2], strict=True):
+        assert torch.equal(beside.hidden_states, alone.hidden_states)
+        reference = reference_run(merged, sample.token_ids.tolist())
+        for layer in layers:
+            assert relative_error(sample.hidden_states[:, layer], reference.streams[layer]) <= 1e-4
+        assert relative_error(sample.hidden_states, alone.hidden_states) > 1e-2
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_5", at_night("gemma3")])
+@pytest.mark.parametrize("ties", [False, True], ids=["two tables", "tied"])
+def test_embeddings_and_heads(
+    family: str, ties: bool, checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    """In one batch with requests without; logits, also of prompts."""
+    folder = checkpoint(family, tie_word_embeddings=ties)
+    adapter, source = tmp_path / "ends", folder
+    if ties:  # PEFT changes each use of the table by itself
+        source = shutil.copytree(folder, tmp_path / "source")
+        tensors = load_file(source / "model.safetensors")
+        (name,) = (one for one in tensors if one.endswith("embed_tokens.weight"))
+        tensors["lm_head.weight"] = tensors[name].clone()
+        save_file(tensors, source / "model.safetensors", {"format": "pt"})
+        config = json.loads((source / "config.json").read_text())
+        (source / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
+    write_adapter(adapter, source, with_ends=True)
+    merged = write_merged(tmp_path / "merged", source, adapter)
+    with engine(folder, enable_lora=True, max_num_batched_tokens=16) as llm:
+        layers, ends = layers_of(llm), request(adapter)
+        requests = [ExtractRequest(one, lora_request=a) for one in PROMPTS for a in (None, ends)]
+        plain = list(llm.extract(PROMPTS, layers=layers, top_logprobs=3))
+        samples = list(llm.extract(requests, layers=layers, top_logprobs=3))
+        for alone, beside, sample in zip(plain, samples[::2], samples[1::2], strict=True):
+            assert torch.equal(beside.hidden_states, alone.hidden_states)
+            assert torch.equal(beside.tensors["top_logprobs"], alone.tensors["top_logprobs"])
+            reference = reference_run(merged, sample.token_ids.tolist())
+            for layer in layers:
+                rows = sample.hidden_states[:, layer]
+                assert relative_error(rows, reference.streams[layer]) <= 1e-4, layer
+            right = reference.logits.float().log_softmax(-1).topk(3)
+            assert torch.equal(sample.tensors["top_token_ids"].long(), right.indices)
+            assert (sample.tensors["top_logprobs"] - right.values).abs().max() < 1e-3
+        prompt, length = PROMPTS[2], len(PROMPTS[2]["prompt_token_ids"])
+        outputs = llm.generate([prompt] * 2, greedy(6), lora_request=[ends, None])
+        text = [*prompt["prompt_token_ids"], *outputs[0].outputs[0].token_ids]
+        best = reference_run(merged, text).logits[length - 1 : -1].argmax(-1).tolist()
+        assert best == text[length:]
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_5", "qwen3_moe"])
@@ -282,6 +357,7 @@ def edit_tensors(edit: Callable[[dict[str, torch.Tensor]], Any]) -> Change:
 
 Q_PROJ = "base_model.model.model.layers.0.self_attn.q_proj.lora_"
 HEAD = "base_model.model.lm_head.lora_"
+TABLE = "base_model.model.model.embed_tokens.lora_embedding_"
 UNKNOWN = "base_model.model.model.layers.0.self_attn.z_proj.lora_"
 
 
@@ -320,8 +396,18 @@ UNKNOWN = "base_model.model.model.layers.0.self_attn.z_proj.lora_"
             {UNKNOWN + "A.weight": torch.ones(4, 72), UNKNOWN + "B.weight": torch.ones(96, 4)})),
          r"'model.layers.0.self_attn.z_proj' is not a linear layer of LlamaForCausalLM"),
         (edit_tensors(lambda t: t.update(
-            {HEAD + "A.weight": torch.ones(4, 72), HEAD + "B.weight": torch.ones(307, 4)})),
-         r"'lm_head' is not a linear layer of LlamaForCausalLM"),
+            {HEAD + "A.weight": torch.ones(4, 72), HEAD + "B.weight": torch.ones(306, 4)})),
+         r"'lm_head' has lora_A .*\[307, 72\] needs"),
+        (edit_tensors(lambda t: t.update(
+            {TABLE + "A": torch.ones(4, 306), TABLE + "B": torch.ones(72, 4)})),
+         r"embed_tokens' has lora_embedding_A \(4, 306\) .*\[307, 72\] needs \[4, 307\]"),
+        (edit_tensors(lambda t: t.update(
+            {HEAD.replace("lora_", "base_layer.weight"): torch.ones(307, 72)})),
+         r"'lm_head' has other values in adapter_model"),
+        (edit_tensors(lambda t: t.update({Q_PROJ.replace("lora_", "weight"): torch.ones(96, 72)})),
+         r"q_proj' has a weight in adapter_model"),
+        (edit_tensors(lambda t: t.update({Q_PROJ + "embedding_A": torch.ones(4, 72)})),
+         r"q_proj' has two tensors lora_A"),
     ],
 )  # fmt: skip
 def test_adapters_that_cannot_be_used_fail_alone(

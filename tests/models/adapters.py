@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from tests.models.checkpoints import save_tokenizer
 from tests.models.oracle import load_reference
@@ -29,17 +29,19 @@ def write_adapter(
     takes: Callable[[str], bool] = lambda name: True,
     strength: float = 0.5,
     with_experts: bool = False,
+    with_ends: bool = False,
     dtype: torch.dtype = torch.float32,
     **options: Any,
 ) -> list[str]:
     """Write an adapter of all linear modules of a checkpoint's layers; returns their names.
 
-    ranks, alphas: PEFT's patterns. with_experts: also of single experts. options: more entries of
-    the config.
+    ranks, alphas: PEFT's patterns. with_experts: also of single experts. with_ends: also of the
+    embeddings and of the LM head. options: more entries of the config.
     """
     generator, tensors, names = torch.Generator().manual_seed(seed), {}, []
     model = load_reference(checkpoint)
     weights = linear_weights(model) | (expert_weights(model) if with_experts else {})
+    weights |= end_weights(model) if with_ends else {}
     for name, weight in weights.items():
         if not takes(name):
             continue
@@ -49,8 +51,14 @@ def write_adapter(
         down = torch.randn(own, inputs, generator=generator) / math.sqrt(inputs)
         up = torch.randn(outputs, own, generator=generator) * weight.std() * strength
         up *= math.sqrt(inputs / own) / scale
-        tensors[f"base_model.model.{name}.lora_A.weight"] = down.to(dtype)
-        tensors[f"base_model.model.{name}.lora_B.weight"] = up.to(dtype)
+        if name.endswith("embed_tokens"):
+            down, up = up.t().contiguous(), down.t().contiguous()
+            tensors[f"base_model.model.{name}.lora_embedding_A"] = down.to(dtype)
+            tensors[f"base_model.model.{name}.lora_embedding_B"] = up.to(dtype)
+            tensors[f"base_model.model.{name}.base_layer.weight"] = weight.clone()  # as PEFT does
+        else:
+            tensors[f"base_model.model.{name}.lora_A.weight"] = down.to(dtype)
+            tensors[f"base_model.model.{name}.lora_B.weight"] = up.to(dtype)
         names.append(name)
     folder.mkdir(parents=True, exist_ok=True)
     config = {
@@ -85,6 +93,85 @@ def linear_weights(model: Any) -> dict[str, torch.Tensor]:
     return found
 
 
+def end_weights(model: Any) -> dict[str, torch.Tensor]:
+    """The tables of the embeddings and of the LM head, by their paths."""
+    return {
+        name: module.weight.data
+        for name, module in model.named_modules()
+        if module in (model.get_input_embeddings(), model.get_output_embeddings())
+    }
+
+
+def write_table_adapter(
+    folder: Path, checkpoint: Path, seed: int, *, rank: int, is_old: bool, strength: float = 0.5
+) -> None:
+    """Write an adapter of the experts' parameters (``target_parameters``), as PEFT does: lora_A
+    is for the inputs, and before 0.19 for the second axis of the parameter, whatever it is."""
+    generator, tensors = torch.Generator().manual_seed(seed), {}
+    tables = expert_tables(load_reference(checkpoint))
+    leaves = list(dict.fromkeys(name.rpartition(".")[2] for name in tables))
+    for name, table in tables.items():
+        module, _, leaf = name.rpartition(".")
+        # The first one becomes the base of the second.
+        path = module + (".base_layer" if leaf == leaves[0] and len(leaves) > 1 else "")
+        first, second = _axes(checkpoint, is_old)
+        experts, sizes = len(table), table.shape
+        down = torch.randn(experts * rank, sizes[first], generator=generator)
+        up = torch.randn(sizes[second], rank * experts, generator=generator)
+        up *= table.std() * strength / 2 / math.sqrt(rank)
+        tensors[f"base_model.model.{path}.lora_A.weight"] = down
+        tensors[f"base_model.model.{path}.lora_B.weight"] = up
+    folder.mkdir(parents=True)
+    config = {
+        "peft_type": "LORA",
+        "r": rank,
+        "lora_alpha": 2 * rank,
+        "bias": "none",
+        "target_modules": [],
+        "target_parameters": [f"experts.{leaf}" for leaf in leaves],
+        "peft_version": "0.18.1" if is_old else "0.21.2",
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "adapter_model.safetensors")
+
+
+def write_merged_tables(folder: Path, checkpoint: Path, adapter: Path, *, is_old: bool) -> Path:
+    """Write the checkpoint with PEFT's change of each parameter added to it."""
+    model = load_reference(checkpoint)
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    leaves = [one.rpartition(".")[2] for one in config["target_parameters"]]
+    first, _ = _axes(checkpoint, is_old)
+    for name, table in expert_tables(model).items():
+        module, _, leaf = name.rpartition(".")
+        path = module + (".base_layer" if leaf == leaves[0] and len(leaves) > 1 else "")
+        down = tensors.pop(f"base_model.model.{path}.lora_A.weight")
+        up = tensors.pop(f"base_model.model.{path}.lora_B.weight")
+        down, up = down.view(len(table), -1, down.shape[1]), up.view(len(up), -1, len(table))
+        change = torch.einsum("ore,eri->eoi" if first == 2 else "ore,eri->eio", up, down)
+        table += 2 * change
+    assert not tensors
+    model.save_pretrained(folder)
+    save_tokenizer(folder)
+    return folder
+
+
+def expert_tables(model: Any) -> dict[str, torch.Tensor]:
+    """The parameters with a table for each expert, by their paths."""
+    return {
+        name: parameter.data
+        for name, parameter in model.named_parameters()
+        if parameter.dim() == 3 and ".experts." in name
+    }
+
+
+def _axes(checkpoint: Path, is_old: bool) -> tuple[int, int]:
+    """The axes of a parameter [experts, ., .] of which lora_A and lora_B are."""
+    model_type = json.loads((checkpoint / "config.json").read_text())["model_type"]
+    knows_transposed = model_type == "gpt_oss"  # of transformers' classes
+    return (1, 2) if is_old or knows_transposed else (2, 1)
+
+
 def expert_weights(model: Any) -> dict[str, torch.Tensor]:
     """[outputs, inputs] of single experts, named as in checkpoints with a tensor for each."""
     found = {}
@@ -107,12 +194,16 @@ def expert_weights(model: Any) -> dict[str, torch.Tensor]:
 
 def write_merged(folder: Path, checkpoint: Path, adapter: Path) -> Path:
     """Write the checkpoint with ``weight + scale * lora_B @ lora_A`` instead of each weight."""
-    from safetensors.torch import load_file
-
     model = load_reference(checkpoint)
     tensors = load_file(adapter / "adapter_model.safetensors")
     config = json.loads((adapter / "adapter_config.json").read_text())
-    for name, weight in (linear_weights(model) | expert_weights(model)).items():
+    ends = end_weights(model)
+    for name, weight in (linear_weights(model) | expert_weights(model) | ends).items():
+        if (table := tensors.pop(f"base_model.model.{name}.lora_embedding_A", None)) is not None:
+            del tensors[f"base_model.model.{name}.base_layer.weight"]
+            tensors[f"base_model.model.{name}.lora_B.weight"] = table.t()
+            up = tensors.pop(f"base_model.model.{name}.lora_embedding_B")
+            tensors[f"base_model.model.{name}.lora_A.weight"] = up.t()
         down = tensors.pop(f"base_model.model.{name}.lora_A.weight", None)
         if down is None:
             continue

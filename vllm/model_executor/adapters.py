@@ -3,21 +3,44 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
+from vllm.model_executor.layers.attention.mla_attention import LatentExpansion, LatentFactors
 from vllm.model_executor.layers.fused_moe import Experts
 from vllm.model_executor.layers.linear import LinearBase
-from vllm.model_executor.layers.low_rank import Adapter, LowRank
-from vllm.model_executor.layers.weight import Weight, weight_of
+from vllm.model_executor.layers.low_rank import (
+    EMBEDDING,
+    Adapter,
+    LowRank,
+    LowRankHeads,
+    LowRankRows,
+)
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    VocabParallelEmbedding,
+)
+from vllm.model_executor.layers.weight import Weight, find_weight, weight_of
 from vllm.model_executor.layers.weight_share import Share
-from vllm.model_executor.model_loader.adapter_files import ModuleAdapter, read_adapter
+from vllm.model_executor.model_loader.adapter_files import (
+    AdapterFiles,
+    ModuleAdapter,
+    Pair,
+    read_adapter,
+)
 from vllm.model_executor.models.interfaces import FindsWeights
 from vllm.model_executor.models.utils import WeightPlace
 from vllm.model_executor.utils import make_parameter
+
+Owner = LinearBase | Experts | VocabParallelEmbedding | LatentExpansion
+Change = LowRank | LowRankRows | LowRankHeads
+Part = tuple[Weight, int, Change]
+"""A weight, its table, and what is added to a product with it."""
+_WRAPPED = ".base_layer"
 
 
 def check_takes_adapters(model: nn.Module) -> None:
@@ -32,50 +55,108 @@ def check_takes_adapters(model: nn.Module) -> None:
 def load_adapter(model: nn.Module, folder: Path, max_rank: int, device: torch.device) -> Adapter:
     """Read an adapter for a finished model. ValueError: it cannot be used, or does not fit."""
     assert isinstance(model, FindsWeights)
-    files = read_adapter(folder, max_rank)
-    find, shared = model.weight_finder(), shared_modules(model)
-    parts: defaultdict[tuple[Weight, int], list[LowRank]] = defaultdict(list)
-    for name, module in files.modules.items():
-        place = find(f"{name}.weight")
-        owner = None if place is None else find_owner(model, place, shared)
-        if place is None or owner is None:
-            raise ValueError(
-                f"module {name!r} is not a linear layer of {type(model).__name__} that takes "
-                "adapters"
-            )
-        share = _share(owner, place)
-        _check_shapes(name, module, share)
-        weight = weight_of(place.param)
-        convert = _transposed(place.convert) if model.floats_are_transposed else place.convert
-        parts[weight, share.table] += _low_ranks(module, share, convert, device)
-        weight.is_adapted = True
+    files, place_of = read_adapter(folder, max_rank), model.weight_finder()
+    finder = _Finder(model, place_of, shared_modules(model), model.floats_are_transposed)
+    for name, values in files.tables.items():
+        _check_table(name, values, finder)
+    parts: defaultdict[tuple[Weight, int], list[Change]] = defaultdict(list)
+    for name, pair in files.pairs.items():
+        for weight, table, part in _parts_of(name, pair, files, finder, device):
+            parts[weight, table].append(part)
+            weight.is_adapted = True
     return Adapter(files.digest, parts)
 
 
+class _Finder(NamedTuple):
+    model: nn.Module
+    place_of: Callable[[str], WeightPlace | None]
+    shared: Collection[nn.Module]
+    floats_are_transposed: bool
+
+    def place(self, path: str) -> WeightPlace | None:
+        """Return the place of a module's weight; a tied head has none in checkpoints."""
+        head = dict(self.model.named_children()).get("lm_head")
+        found = self.place_of(f"{path}.weight")
+        if found is None and path == "lm_head" and isinstance(head, ParallelLMHead):
+            return WeightPlace("lm_head.weight", head.weight, None, lambda weight: weight)
+        return found
+
+    def owner(self, place: WeightPlace | None) -> Owner | None:
+        return None if place is None else find_owner(self.model, place, self.shared)
+
+
+def _parts_of(
+    name: str, pair: Pair, files: AdapterFiles, finder: _Finder, device: torch.device
+) -> Iterator[Part]:
+    """Yield what a module's pair adds, each with its weight and the table."""
+    path = name
+    while path.endswith(_WRAPPED):
+        path = path.removesuffix(_WRAPPED)
+    place = finder.place(path)
+    owner = finder.owner(place)
+    if pair.is_embedding and place is not None and type(owner) is VocabParallelEmbedding:
+        yield _rows_of_embedding(name, files.module(name, pair), owner, place, device)
+        return
+    if owner is None and files.target_leaves:
+        yield from _parts_of_tables(name, path, pair, files, finder, device)
+        return
+    is_table = type(owner) is VocabParallelEmbedding
+    if place is None or owner is None or is_table or pair.is_embedding:
+        raise _unknown(name, finder.model)
+    module, share = files.module(name, pair), _share(owner, place)
+    _check_shapes(name, module, share)
+    convert = _transposed(place.convert) if finder.floats_are_transposed else place.convert
+    weight = weight_of(place.param)
+    if isinstance(weight, LatentFactors):
+        yield weight, 0, _low_rank_of_heads(module, weight, share, device)
+        return
+    for part in _low_ranks(module, share, convert, device):
+        yield weight, share.table, part
+
+
+def _check_table(name: str, table: torch.Tensor, finder: _Finder) -> None:
+    """Raise ValueError unless an embedding or a head has these values already."""
+    owner = finder.owner(finder.place(name))
+    if not isinstance(owner, VocabParallelEmbedding):
+        raise ValueError(f"module {name!r} has a weight in adapter_model, which is not supported")
+    if table.shape != owner.share.shape or not owner.holds(table.to(owner.weight.device)):
+        raise ValueError(
+            f"module {name!r} has other values in adapter_model than in the model: trained tables "
+            "are not supported"
+        )
+
+
+def _unknown(name: str, model: object) -> ValueError:
+    return ValueError(
+        f"module {name!r} is not a linear layer of {type(model).__name__} that takes adapters"
+    )
+
+
 def shared_modules(model: nn.Module) -> set[nn.Module]:
-    """Return the modules that several layers share. In transformers each use has an adapter."""
+    """Return the modules that several layers share. In transformers each use has an adapter.
+
+    The expansion of latents is named twice in its layer.
+    """
     counts = Counter(module for _, module in model.named_modules(remove_duplicate=False))
-    return {module for module, count in counts.items() if count > 1}
+    found = {module for module, count in counts.items() if count > 1}
+    return {module for module in found if not isinstance(module, LatentExpansion)}
 
 
-def find_owner(
-    model: nn.Module, place: WeightPlace, shared: Collection[nn.Module]
-) -> LinearBase | Experts | None:
+def find_owner(model: nn.Module, place: WeightPlace, shared: Collection[nn.Module]) -> Owner | None:
     """Return the module that multiplies with the weight, if adapters can change its products."""
     module = model.get_submodule(place.param_name.rpartition(".")[0])
     if module in shared:
         return None
-    if isinstance(module, LinearBase) and place.param is module.weight:
-        return module
     if isinstance(module, Experts) and isinstance(place.shard_id, tuple):
         return module
-    return None
+    owners = (LinearBase, VocabParallelEmbedding, LatentExpansion)
+    return module if isinstance(module, owners) and place.param is module.weight else None
 
 
-def _share(owner: LinearBase | Experts, place: WeightPlace) -> Share:
+def _share(owner: Owner, place: WeightPlace) -> Share:
     if isinstance(owner, Experts):
         return owner.share_of(place.param, place.shard_id)
-    return owner.share_of(place.shard_id)
+    return owner.share_of(place.shard_id) if isinstance(owner, LinearBase) else owner.share
 
 
 def _check_shapes(name: str, module: ModuleAdapter, share: Share) -> None:
@@ -113,6 +194,134 @@ def _low_ranks(
     for run in share.runs:
         rows = up.narrow(0, run.source, run.length)
         yield LowRank(down, _weight(rows, device), run.target)
+
+
+def _low_rank_of_heads(
+    module: ModuleAdapter, weight: LatentFactors, share: Share, device: torch.device
+) -> LowRankHeads:
+    (run,), down = share.runs, module.down.float()
+    up = (module.up.float() * module.scale).narrow(0, run.source, run.length).to(device)
+    return LowRankHeads(_weight(down, device), _weight(down.t(), device), *weight.split(up))
+
+
+def _rows_of_embedding(
+    name: str,
+    module: ModuleAdapter,
+    owner: VocabParallelEmbedding,
+    place: WeightPlace,
+    device: torch.device,
+) -> Part:
+    rank, shape = len(module.down), (owner.num_embeddings, owner.embedding_dim)
+    if (module.down.shape[1], len(module.up)) != shape or owner.tp_size > 1:
+        raise ValueError(
+            f"module {name!r} has lora_embedding_A {tuple(module.down.shape)} and lora_embedding_B "
+            f"{tuple(module.up.shape)}; the model's table {list(shape)} needs [{rank}, {shape[0]}] "
+            f"and [{shape[1]}, {rank}]"
+        )
+    table = module.down.float().t().contiguous().to(device)
+    rows = LowRankRows(table, _weight(module.up.float() * module.scale, device))
+    return weight_of(place.param), EMBEDDING, rows
+
+
+# ---- parameters with a table for each expert
+
+
+def _parts_of_tables(
+    name: str,
+    path: str,
+    pair: Pair,
+    files: AdapterFiles,
+    finder: _Finder,
+    device: torch.device,
+) -> Iterator[Part]:
+    """Find the parameter of a module whose sizes fit, among those with adapters.
+
+    If both fit, in either direction, their order tells: the first one is the base of the second.
+    """
+    found = []
+    for leaf in files.target_leaves:
+        place = finder.place_of(f"{path}.{leaf}")
+        if place is None or place.shard_id is not None:
+            continue
+        owner = finder.model.get_submodule(place.param_name.rpartition(".")[0])
+        if isinstance(owner, Experts) and place.param.dim() > 2 and find_weight(place.param):
+            found.append((place.param is owner.down_proj, leaf, place, owner))
+    if not found:
+        raise _unknown(name, finder.model)
+    found.sort(key=lambda one: one[0])
+    fits, seen, sizes = [], [], (pair.a.shape[1], pair.b.shape[0])
+    for number, (_, leaf, place, owner) in enumerate(found):
+        shares = owner.shares_of(place.param)
+        outputs, inputs = len(shares) * shares[0].shape[0], shares[0].shape[1]
+        seen.append(f"{leaf} [{owner.num_experts}, {outputs}, {inputs}]")
+        if sizes in ((inputs, outputs), (outputs, inputs)):
+            whole = (owner.num_experts, outputs, inputs)
+            fits.append((number, f"{path}.{leaf}", place, shares, whole))
+    if not fits:
+        raise ValueError(
+            f"module {name!r} has lora_A {tuple(pair.a.shape)} and lora_B "
+            f"{tuple(pair.b.shape)}, which fit none of {', '.join(seen)}"
+        )
+    by_order = len(found) - 1 - name.count(_WRAPPED)
+    _, key, place, shares, whole = next((one for one in fits if one[0] == by_order), fits[0])
+    module = files.module(key, pair, whole[0])
+    yield from _low_ranks_of_tables(module, place, shares, whole, files, device)
+
+
+def _low_ranks_of_tables(
+    module: ModuleAdapter,
+    place: WeightPlace,
+    shares: Sequence[Share],
+    whole: tuple[int, int, int],
+    files: AdapterFiles,
+    device: torch.device,
+) -> Iterator[Part]:
+    experts, outputs, inputs = whole
+    inputs_first = _has_inputs_first(place, whole)
+    down = module.down.float().view(experts, -1, module.down.shape[1])
+    up = (module.up.float() * module.scale).view(len(module.up), -1, experts).permute(2, 0, 1)
+    is_swapped = down.shape[2] != inputs
+    if inputs == outputs:
+        is_swapped = files.swaps_squares and not inputs_first
+    if is_swapped:
+        down, up = up.transpose(1, 2), down.transpose(1, 2)
+    up = _as_layers_have_it(up, place, whole, inputs_first=inputs_first)
+    weight = weight_of(place.param)
+    for expert in range(experts):
+        columns = shares[0].columns
+        own = down[expert] if columns is None else down[expert].narrow(1, *columns)
+        low = _weight(own, device)
+        for part, share in enumerate(shares):
+            for run in share.runs:
+                first = part * share.shape[0] + run.source
+                rows = _weight(up[expert, first : first + run.length], device)
+                yield weight, expert, LowRank(low, rows, run.target)
+
+
+def _has_inputs_first(place: WeightPlace, whole: tuple[int, int, int]) -> bool:
+    """Return whether checkpoints have the parameter as [experts, inputs, outputs]."""
+    experts, outputs, inputs = whole
+    numbers = torch.arange(inputs, dtype=torch.float32).view(1, inputs, 1)
+    try:
+        found: torch.Tensor = place.convert(numbers.expand(experts, inputs, outputs))
+    except ValueError:
+        return False
+    return found.shape == whole and bool(found[0, 0, 0] != found[0, 0, -1])
+
+
+def _as_layers_have_it(
+    up: torch.Tensor, place: WeightPlace, whole: tuple[int, int, int], *, inputs_first: bool
+) -> torch.Tensor:
+    """Reorder outputs, [experts, outputs, rank], as the parameter's are when it loads."""
+    experts, outputs, inputs = whole
+    columns = []
+    for column in up.unbind(2):
+        if inputs_first:
+            table = column[:, None].expand(experts, inputs, outputs)
+        else:
+            table = column[:, :, None].expand(whole)
+        columns.append(place.convert(table)[:, :, 0])
+    return torch.stack(columns, dim=2)
 
 
 def _weight(values: torch.Tensor, device: torch.device) -> Weight:

@@ -98,6 +98,13 @@ def check_weight_transfer(settings: ServerSettings, config: VllmConfig) -> None:
             f'weight_transfer_config.backend="nccl" needs a CUDA device, and this is a {device}; '
             'use "gloo"'
         )
+    parallel = config.parallel_config
+    num_workers = parallel.world_size * parallel.data_parallel_size
+    if transfer is not None and num_workers > 1:
+        raise ValueError(
+            f"weight_transfer_config is not supported with {num_workers} workers; use "
+            "tensor_parallel_size=1 and data_parallel_size=1, or weight_folders"
+        )
 
 
 def bind(settings: ServerSettings) -> BoundSocket:

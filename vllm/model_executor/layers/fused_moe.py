@@ -15,11 +15,10 @@ from vllm.distributed.parallel_state import (
     get_tensor_model_parallel_world_size,
     tensor_model_parallel_all_reduce,
 )
-from vllm.forward_context import current_adapters, current_row_sink
+from vllm.forward_context import current_adapters, current_row_sink, only_rows
 from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.layer import Layer
 from vllm.model_executor.layers.linear import ReplicatedLinear, ShardId, divide, replicated_linear
-from vllm.model_executor.layers.low_rank import only_rows
 from vllm.model_executor.layers.quantization.at_load import quantise_of_current_config
 from vllm.model_executor.layers.weight import Weight, weight_of
 from vllm.model_executor.layers.weight_share import Run, Share, Stored
@@ -209,8 +208,11 @@ class Experts(Layer):
         """This rank's share of a tensor of one expert."""
         assert isinstance(shard_id, tuple)
         expert, part = shard_id
-        shares = self._down_shares if param is self.down_proj else self._gate_up_shares
-        return replace(shares[part], table=expert)
+        return replace(self.shares_of(param)[part], table=expert)
+
+    def shares_of(self, param: nn.Parameter) -> list[Share]:
+        """This rank's share of each part of an expert's weight."""
+        return self._down_shares if param is self.down_proj else self._gate_up_shares
 
     @property
     def _gate_up_shares(self) -> list[Share]:

@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from vllm.forward_context import (
-    RowAdapters,
-    current_adapters,
-    get_forward_context,
-    set_forward_context,
-)
 from vllm.model_executor.layers.weight import Weight
+from vllm.ops.linear import linear_by_head
 from vllm.utils.transfers import to_device
 
 
@@ -34,10 +28,69 @@ class LowRank(NamedTuple):
         """Change rows of ``out`` [tokens, m] by those of ``x`` [tokens, n]; None: all rows."""
         outputs = out[:, self.start : self.start + self.up.shape[0]]
         change = self.up.multiply(self.down.multiply((x if rows is None else x[rows]).float()))
-        if rows is None:
-            outputs += change
-        else:
-            outputs[rows] = (outputs[rows] + change).to(out.dtype)
+        _add(change, rows, outputs)
+
+
+class LowRankRows(NamedTuple):
+    """Adds ``up table[id]`` to rows that were looked up, in float32."""
+
+    table: torch.Tensor
+    """float32 [vocabulary, rank]"""
+    up: Weight
+    """[width, rank], times the adapter's scale."""
+
+    def add(self, ids: torch.Tensor, rows: torch.Tensor | None, out: torch.Tensor) -> None:
+        """Change rows of ``out`` [tokens, width] by ``ids``, int64 [tokens]; None: all rows."""
+        chosen = ids if rows is None else ids[rows]
+        # Ids of tokens without a text, where rows came with the request, may lie outside.
+        _add(self.up.multiply(self.table[chosen.clamp(0, len(self.table) - 1)]), rows, out)
+
+
+class LowRankHeads(NamedTuple):
+    """Changes keys and values that heads make of latents, ``up (down latent)``; they are never
+    computed, so queries and mixtures of latents are multiplied instead. All in float32."""
+
+    down: Weight
+    """[rank, latent]"""
+    down_transposed: Weight
+    """[latent, rank]"""
+    keys: torch.Tensor
+    """The rows of ``up`` that are keys', transposed: [heads, rank, key], or their panels."""
+    values: torch.Tensor
+    """The rows that are values': [heads, value, rank], or their panels."""
+
+    def add_to_queries(
+        self, heads: slice, query: torch.Tensor, rows: torch.Tensor | None, out: torch.Tensor
+    ) -> None:
+        """Change some heads' queries in the latents' space. query: [tokens, heads, key]; out:
+        [tokens, heads, latent]; rows: as for :class:`LowRank`."""
+        x = (query if rows is None else query[rows]).float().contiguous()
+        inner = x.new_empty((*x.shape[:2], self.down.shape[0]))
+        linear_by_head(x, self.keys[heads], inner)
+        change = self.down_transposed.multiply(inner.flatten(0, 1)).view(*x.shape[:2], -1)
+        _add(change, rows, out)
+
+    def add_to_values(
+        self, heads: slice, mixed: torch.Tensor, rows: torch.Tensor | None, out: torch.Tensor
+    ) -> None:
+        """Change some heads' values. mixed: [tokens, heads, latent]; out: [tokens, heads, value]"""
+        x = (mixed if rows is None else mixed[rows]).float()
+        inner = self.down.multiply(x.flatten(0, 1)).view(*x.shape[:2], -1)
+        change = x.new_empty((*x.shape[:2], out.shape[2]))
+        linear_by_head(inner, self.values[heads], change)
+        _add(change, rows, out)
+
+
+def _add(change: torch.Tensor, rows: torch.Tensor | None, out: torch.Tensor) -> None:
+    """Add to rows of ``out``, and round once; None: all rows."""
+    if rows is None:
+        out += change
+    else:
+        out[rows] = (out[rows] + change).to(out.dtype)
+
+
+EMBEDDING = -1
+"""The number of a weight's look-ups among its tables: a tied head multiplies with table 0."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +99,7 @@ class Adapter:
 
     digest: str
     """Identifies its content."""
-    parts: Mapping[tuple[Weight, int], Sequence[LowRank]]
+    parts: Mapping[tuple[Weight, int], Sequence[LowRank | LowRankRows | LowRankHeads]]
     """By weight and table of the weight."""
 
 
@@ -61,16 +114,26 @@ class AdapterRows:
 
     def add(self, weight: Weight, table: int, x: torch.Tensor, out: torch.Tensor) -> None:
         """Add what adapters change in a product with a weight. x: [rows, n]; out: [rows, m]."""
+        for part, rows in self.parts_of(weight, table, len(x)):
+            part.add(x, rows, out)
+
+    def parts_of(
+        self, weight: Weight, table: int, num_rows: int
+    ) -> Iterator[tuple[Any, torch.Tensor | None]]:
+        """Yield the adapters' parts for a product of so many rows, each with its rows; None: all.
+
+        RuntimeError: the product has not the rows of this pass.
+        """
         if not any((weight, table) in adapter.parts for adapter in self.adapters):
             return
-        if len(x) != len(self.index):
+        if num_rows != len(self.index):
             raise RuntimeError(
-                f"a product of {len(x)} rows in a pass of {len(self.index)}: adapters of this "
+                f"a product of {num_rows} rows in a pass of {len(self.index)}: adapters of this "
                 "weight are not supported"
             )
         for adapter, rows in self._groups:
             for part in adapter.parts.get((weight, table), ()):
-                part.add(x, rows, out)
+                yield part, rows
 
     def part(self, rows: torch.Tensor | slice) -> AdapterRows:
         """Return those of products that have only some rows, or have them repeatedly."""
@@ -87,15 +150,3 @@ class AdapterRows:
                 is_whole = len(rows) == len(self.index)
                 found.append((adapter, None if is_whole else to_device(rows.numpy(), self.device)))
         return found
-
-
-def only_rows(rows: torch.Tensor | slice) -> AbstractContextManager[object]:
-    """Return a block whose products have only some rows of the pass, or have them repeatedly."""
-    adapters = current_adapters()
-    return nullcontext() if adapters is None else _only(adapters, rows)
-
-
-@contextmanager
-def _only(adapters: RowAdapters, rows: torch.Tensor | slice) -> Iterator[None]:
-    with set_forward_context(replace(get_forward_context(), adapters=adapters.part(rows))):
-        yield

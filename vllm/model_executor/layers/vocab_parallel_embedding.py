@@ -15,6 +15,7 @@ from vllm.distributed.parallel_state import (
 )
 from vllm.model_executor.layers.layer import Layer
 from vllm.model_executor.layers.linear import refuse_quantization
+from vllm.model_executor.layers.low_rank import EMBEDDING
 from vllm.model_executor.layers.quantization.at_load import quantise_table
 from vllm.model_executor.layers.weight import Weight, find_weight, weight_of, weights_of
 from vllm.model_executor.layers.weight_share import Run, Share, Stored
@@ -81,11 +82,25 @@ class VocabParallelEmbedding(Layer):
             shape = (self.rows_per_rank - num_rows, self.embedding_dim)
             weight.put(param.data.new_zeros(shape), num_rows)
 
+    def holds(self, table: Stored) -> bool:
+        """Return whether this rank's rows of ``table`` are those that it has."""
+        self.share.check(table)
+        weight = weight_of(self.weight)
+        rows = torch.arange(self.num_own_rows, device=self.weight.device)
+        mine = weight.as_kept(table).narrow(0, self.start, self.num_own_rows)
+        if isinstance(mine, PackedWeight):
+            mine = mine.dequantise(self._dtype)
+        held = weight.look_up(rows)
+        return torch.equal(held, mine.to(held))
+
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         """input_ids: int64 [tokens] -> [tokens, embedding_dim], a new tensor."""
         weight = weight_of(self.weight)
         if self.tp_size == 1:
-            return weight.look_up(input_ids)
+            rows = weight.look_up(input_ids)
+            if weight.is_adapted:
+                weight.adapt(input_ids, rows, EMBEDDING)
+            return rows
         local = input_ids - self.start
         elsewhere = (local < 0) | (local >= self.rows_per_rank)
         rows = weight.look_up(local.masked_fill(elsewhere, 0))
@@ -128,7 +143,7 @@ class ParallelLMHead(VocabParallelEmbedding):
         """Take the rows of ``head``, [vocabulary, embedding_dim] as in a checkpoint, unless they
         equal the shared ones; return whether they differ."""
         shared = weight_of(self.weight)
-        if self._holds(head):
+        if self.holds(head):
             return False
         self._make_table(self.weight.device)
         own = weight_of(self.weight)
@@ -137,17 +152,6 @@ class ParallelLMHead(VocabParallelEmbedding):
         if shared.is_finished:  # loaded into a running engine
             own.finish()
         return True
-
-    def _holds(self, table: Stored) -> bool:
-        """Return whether this rank's rows of ``table`` are those that the head has."""
-        self.share.check(table)
-        weight = weight_of(self.weight)
-        rows = torch.arange(self.num_own_rows, device=self.weight.device)
-        mine = weight.as_kept(table).narrow(0, self.start, self.num_own_rows)
-        if isinstance(mine, PackedWeight):
-            mine = mine.dequantise(self._dtype)
-        held = weight.look_up(rows)
-        return torch.equal(held, mine.to(held))
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         raise TypeError("ParallelLMHead embeds nothing: logits come from LogitsProcessor")

@@ -3,6 +3,11 @@
 adapter_config.json              rank, scale, and options of other methods, which are refused
 adapter_model.safetensors, .bin  base_model.model.<module>.lora_A.weight   [rank, inputs]
                                  base_model.model.<module>.lora_B.weight   [outputs, rank]
+
+An embedding has lora_embedding_A [rank, vocabulary] and lora_embedding_B [width, rank]. A parameter
+with a table for each expert (``target_parameters``) has lora_A [experts * rank, ...] and lora_B
+[..., rank * experts] under the path of its module; a second one of the module has ``.base_layer``
+behind that path.
 """
 
 from __future__ import annotations
@@ -13,6 +18,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,14 +27,16 @@ from safetensors.torch import load
 
 from vllm.utils.text import brief, parse_json
 
-_NAME = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.[^.]+)?\.weight")
+_NAME = re.compile(
+    r"(?:base_model\.model\.)?(.+)\.lora_(?:([AB])(?:\.[^.]+)?\.weight|embedding_([AB])(?:\.[^.]+)?)"
+)
+_TABLE = re.compile(r"(?:base_model\.model\.)?(.+?)(?:\.base_layer)?\.weight")
 _OTHER_METHODS: Mapping[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none",),
     "use_dora": (),
     "lora_bias": (),
     "modules_to_save": (),
-    "target_parameters": (),
     "trainable_token_indices": (),
     "alora_invocation_tokens": (),
     "use_qalora": (),
@@ -51,12 +59,59 @@ class ModuleAdapter(NamedTuple):
     scale: float
 
 
-class AdapterFiles(NamedTuple):
+class Pair(NamedTuple):
+    """The two tensors of a module, as the file has them."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+    is_embedding: bool
+
+
+@dataclass(frozen=True)
+class AdapterFiles:
     """The content of a folder."""
 
     digest: str
-    modules: dict[str, ModuleAdapter]
-    """By the path of the module in transformers."""
+    config: Mapping[str, Any]
+    pairs: Mapping[str, Pair]
+    """By the path of the module in transformers; see the module about parameters."""
+    tables: Mapping[str, torch.Tensor]
+    """Tables of embeddings and heads, which PEFT adds to their adapters, by these paths."""
+    max_rank: int
+
+    def module(self, name: str, pair: Pair, num_tables: int = 1) -> ModuleAdapter:
+        """Return a pair with its scale. name: what patterns of the config refer to.
+
+        ValueError: the rank or the scale cannot be used.
+        """
+        config, rows = self.config, len(pair.a)
+        rank = _value(name, config, "r", "rank_pattern")
+        alpha = _value(name, config, "lora_alpha", "alpha_pattern")
+        if not isinstance(rank, int) or rank < 1:
+            raise ValueError(f"adapter_config.json: the rank of {name!r} is {brief(rank)}")
+        if not isinstance(alpha, int | float) or not math.isfinite(alpha):
+            raise ValueError(f"adapter_config.json: lora_alpha of {name!r} is {brief(alpha)}")
+        if rows != rank * num_tables or pair.b.shape[1] != rows:
+            raise ValueError(
+                f"module {name!r} has lora_A {tuple(pair.a.shape)} and lora_B "
+                f"{tuple(pair.b.shape)}, but its rank in adapter_config.json is {rank}"
+            )
+        if rank > self.max_rank:
+            raise ValueError(f"module {name!r} has rank {rank}, but max_lora_rank={self.max_rank}")
+        scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+        return ModuleAdapter(pair.a, pair.b, scale)
+
+    @property
+    def target_leaves(self) -> set[str]:
+        """Names of parameters that have adapters (``target_parameters``), without their modules."""
+        return {str(one).rpartition(".")[2] for one in self.config.get("target_parameters") or ()}
+
+    @property
+    def swaps_squares(self) -> bool:
+        """True if the inputs of a square parameter [experts, outputs, inputs] are those of lora_B,
+        as PEFT before 0.19 has them."""
+        found = re.match(r"(\d+)\.(\d+)", str(self.config.get("peft_version")))
+        return found is None or (int(found[1]), int(found[2])) < (0, 19)
 
 
 def read_adapter(folder: Path, max_rank: int) -> AdapterFiles:
@@ -80,10 +135,14 @@ def read_adapter(folder: Path, max_rank: int) -> AdapterFiles:
     if not isinstance(config, dict):
         raise ValueError("adapter_config.json is not an object")
     _check_config(config)
-    modules = {
-        name: _module(name, parts, config, max_rank) for name, parts in _by_module(tensors).items()
+    digest = hashlib.sha256(config_bytes + b"\0" + file).hexdigest()
+    tables = {
+        match[1]: tensors[name]
+        for name in tensors
+        if "lora_" not in str(name) and (match := _TABLE.fullmatch(str(name)))
     }
-    return AdapterFiles(hashlib.sha256(config_bytes + b"\0" + file).hexdigest(), modules)
+    pairs = _pairs({k: v for k, v in tensors.items() if "lora_" in k or not _TABLE.fullmatch(k)})
+    return AdapterFiles(digest, config, pairs, tables, max_rank)
 
 
 def _read(folder: Path, *names: str) -> bytes:
@@ -103,8 +162,9 @@ def _check_config(config: Mapping[str, Any]) -> None:
             )
 
 
-def _by_module(tensors: Mapping[str, Any]) -> dict[str, dict[str, torch.Tensor]]:
+def _pairs(tensors: Mapping[str, Any]) -> dict[str, Pair]:
     found: defaultdict[str, dict[str, torch.Tensor]] = defaultdict(dict)
+    embeddings = set()
     for name, tensor in tensors.items():
         match = _NAME.fullmatch(str(name))
         if match is None:
@@ -112,32 +172,15 @@ def _by_module(tensors: Mapping[str, Any]) -> dict[str, dict[str, torch.Tensor]]
         is_matrix = torch.is_tensor(tensor) and tensor.is_floating_point() and tensor.dim() == 2
         if not is_matrix or not tensor.isfinite().all():
             raise ValueError(f"tensor {brief(name)} is not a matrix of finite floats")
-        if match[2] in found[match[1]]:
-            raise ValueError(f"module {match[1]!r} has two tensors lora_{match[2]}")
-        found[match[1]][match[2]] = tensor
-    return found
-
-
-def _module(
-    name: str, parts: Mapping[str, torch.Tensor], config: Mapping[str, Any], max_rank: int
-) -> ModuleAdapter:
-    if len(parts) < 2:
-        raise ValueError(f"module {name!r} has lora_{next(iter(parts))} alone")
-    down, up = parts["A"], parts["B"]
-    rank = _value(name, config, "r", "rank_pattern")
-    alpha = _value(name, config, "lora_alpha", "alpha_pattern")
-    if not isinstance(rank, int) or rank < 1:
-        raise ValueError(f"adapter_config.json: the rank of {name!r} is {brief(rank)}")
-    if not isinstance(alpha, int | float) or not math.isfinite(alpha):
-        raise ValueError(f"adapter_config.json: lora_alpha of {name!r} is {brief(alpha)}")
-    if down.shape[0] != rank or up.shape[1] != rank:
-        raise ValueError(
-            f"module {name!r} has lora_A {tuple(down.shape)} and lora_B {tuple(up.shape)}, but "
-            f"its rank in adapter_config.json is {rank}"
-        )
-    if rank > max_rank:
-        raise ValueError(f"module {name!r} has rank {rank}, but max_lora_rank={max_rank}")
-    return ModuleAdapter(down, up, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank))
+        module, side = match[1], match[2] or match[3]
+        if side in found[module]:
+            raise ValueError(f"module {module!r} has two tensors lora_{side}")
+        found[module][side] = tensor
+        embeddings |= {module} if match[3] else set()
+    for module, sides in found.items():
+        if len(sides) < 2:
+            raise ValueError(f"module {module!r} has lora_{next(iter(sides))} alone")
+    return {name: Pair(one["A"], one["B"], name in embeddings) for name, one in found.items()}
 
 
 def _value(name: str, config: Mapping[str, Any], option: str, patterns: str) -> Any:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from vllm.forward_context import HIDDEN_STATES
+from vllm.forward_context import HIDDEN_STATES, only_rows
 from vllm.ops.operation import KERNEL_DTYPES
 from vllm.ops.rows import capture_rows
 from vllm.utils.boundaries import NORM, LayerId, in_order
@@ -99,7 +99,9 @@ class RowCapture:
             at_once = field.rows_at_once(hidden.element_size())
             for start in range(0, len(tokens), at_once):
                 part = tokens[start : start + at_once]
-                values, _ = field.encode(compute_logits(hidden[part]), next_token_ids[part])
+                with only_rows(part):
+                    logits = compute_logits(hidden[part])
+                values, _ = field.encode(logits, next_token_ids[part])
                 capture_rows.body(values, None, slots[part], 0, cells)
 
     def take_aux_hidden_states(self, aux_hidden_states: Sequence[torch.Tensor]) -> None:

@@ -290,11 +290,12 @@ class GPUModelRunner:
                 connector = self.connector.calls_of_pass(context, states, is_recorded=is_recorded)
             with connector, allow_interrupts():
                 hidden = forward()
-            if context.num_layers_to_run is None:
-                sampled = self.sampler.sample(batch, hidden)
-            if context.row_sink is not None and not is_recorded:
-                after = None if sampled is None else partial(sampled.after, batch)
-                context.row_sink.take_logits(hidden, self.model.compute_logits, after)
+            with nullcontext() if context.adapters is None else set_forward_context(context):
+                if context.num_layers_to_run is None:
+                    sampled = self.sampler.sample(batch, hidden)
+                if context.row_sink is not None and not is_recorded:
+                    after = None if sampled is None else partial(sampled.after, batch)
+                    context.row_sink.take_logits(hidden, self.model.compute_logits, after)
         elif self.connector is not None:  # loads in the background begin
             self.connector.load(context)
         rows = self.extractor.end_step()

@@ -9,6 +9,7 @@ import torch
 
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.exceptions import Failure, FailureKind
+from vllm.forward_context import only_rows
 from vllm.utils.transfers import to_device
 from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 from vllm.v1.sample.logprobs import PendingLogprobs, gather_logprobs
@@ -129,10 +130,12 @@ class StepSampler:
         ]
         sampled, states = None, [batch.states[row] for row in chosen]
         if chosen:
+            rows: torch.Tensor | slice = slice(None)
             if len(chosen) < batch.num_tokens:
-                last_tokens = to_device(batch.query_start[1:][chosen] - 1, self._device)
-                hidden = hidden[last_tokens]
-            sampled = self._choose(states, self._compute_logits(hidden))
+                rows = to_device(batch.query_start[1:][chosen] - 1, self._device)
+            with only_rows(rows):
+                logits = self._compute_logits(hidden[rows])
+            sampled = self._choose(states, logits)
         self._last = SampledTokens(
             states, sampled, prompt_logprobs, fails_for_logits=self._fails_for_logits
         )
@@ -183,7 +186,9 @@ class StepSampler:
             for start in range(max(computed, state.num_prompt_logprobs), end, PROMPT_LOGITS_ROWS):
                 stop = min(start + PROMPT_LOGITS_ROWS, end)
                 offset = first - computed
-                logits = self._compute_logits(hidden[offset + start : offset + stop])
+                part = slice(offset + start, offset + stop)
+                with only_rows(part):
+                    logits = self._compute_logits(hidden[part])
                 if self._reports_processed and not state.sampling_params.is_greedy:
                     logits = logits.float() / state.sampling_params.temperature
                 targets = to_device(state.tokens.values[start + 1 : stop + 1], self._device)

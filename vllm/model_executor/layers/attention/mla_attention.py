@@ -11,7 +11,7 @@ from vllm.distributed.parallel_state import (
     get_tensor_model_parallel_rank,
     get_tensor_model_parallel_world_size,
 )
-from vllm.forward_context import get_forward_context
+from vllm.forward_context import current_adapters, get_forward_context
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase, register_layer
 from vllm.model_executor.layers.layer import Layer
 from vllm.model_executor.layers.linear import divide
@@ -50,11 +50,12 @@ class LatentFactors(Weight):
 
     def finish(self) -> None:
         super().finish()
-        self.keys, self.values = self._split(self.parameter.data)
+        self.keys, self.values = self.split(self.parameter.data)
         self.parameter.data = self.parameter.data.new_empty((0, self.shape[1]))
 
-    def _split(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        by_head = rows.view(self._heads, -1, self.shape[1])
+    def split(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return ``keys`` and ``values`` of rows [heads * (key_size + value_size), n]."""
+        by_head = rows.view(self._heads, -1, rows.shape[1])
         keys = by_head[:, : self._key_size].transpose(1, 2).contiguous()
         values = by_head[:, self._key_size :].contiguous()
         if prefers_panels(rows.device):
@@ -81,7 +82,7 @@ class LatentFactors(Weight):
             return
         whole = self._floats(table)
         whole[first : first + len(rows)].copy_(rows)
-        for factor, new in zip((self.keys, self.values), self._split(whole), strict=True):
+        for factor, new in zip((self.keys, self.values), self.split(whole), strict=True):
             factor.copy_(new)
 
 
@@ -111,10 +112,16 @@ class LatentExpansion(Layer):
     def absorb_queries(self, heads: slice, query: torch.Tensor, out: torch.Tensor) -> None:
         """``query K`` for some heads: [tokens, heads, key_size] -> out [tokens, heads, rank]."""
         linear_by_head(query, self._of_heads(self.factors.keys, heads), out)
+        if self.factors.is_adapted and (adapters := current_adapters()) is not None:
+            for part, rows in adapters.parts_of(self.factors, 0, len(query)):
+                part.add_to_queries(heads, query, rows, out)
 
     def expand_values(self, heads: slice, mixed: torch.Tensor, out: torch.Tensor) -> None:
         """``V mixed`` for some heads: [tokens, heads, rank] -> out [tokens, heads, value_size]."""
         linear_by_head(mixed, self._of_heads(self.factors.values, heads), out)
+        if self.factors.is_adapted and (adapters := current_adapters()) is not None:
+            for part, rows in adapters.parts_of(self.factors, 0, len(mixed)):
+                part.add_to_values(heads, mixed, rows, out)
 
     def _of_heads(self, factor: torch.Tensor, heads: slice) -> torch.Tensor:
         return factor if heads.stop - heads.start >= self.heads else factor[heads]

@@ -15,12 +15,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vllm.forward_context import get_forward_context
+from vllm.forward_context import get_forward_context, only_rows
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase, register_layer
 from vllm.model_executor.layers.layer import Layer
 from vllm.model_executor.layers.layernorm import LayerNorm
 from vllm.model_executor.layers.linear import replicated_linear
-from vllm.model_executor.layers.low_rank import only_rows
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 from vllm.ops.attention import write_kv
 from vllm.ops.layout import SequenceLayout
