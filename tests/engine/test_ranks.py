@@ -227,7 +227,7 @@ def test_nothing_is_left_of_an_engine_in_another_process(checkpoint: Checkpoint)
         (pid,) = rank_processes() - others
         os.kill(pid, signal.SIGKILL)
         await asyncio.to_thread(wait_until, lambda: rank_processes() == others)
-        with pytest.raises(EngineDeadError):
+        with pytest.raises((EngineDeadError, HiddenStatesError)):  # its step may have begun
             await anext(aiter(llm.extract([PROMPTS[0]], layers=[4])))
         await llm.shutdown()
 

@@ -314,6 +314,7 @@ from datetime import timedelta
 import torch
 from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 port, shape = int(sys.argv[1]), [int(one) for one in sys.argv[2:]]
+print("ready", flush=True)
 store = TCPStore("127.0.0.1", port, 2, is_master=False, timeout=timedelta(seconds=20))
 group = ProcessGroupGloo(PrefixStore("client2server", store), 1, 2, timedelta(seconds=20))
 print("met", flush=True)
@@ -334,7 +335,7 @@ def test_a_trainer_that_is_killed(
     command = [sys.executable, "-c", DYING, str(port), "72"]
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, **pipes) as trainer:
-        time.sleep(2)  # it has loaded torch, so that the group can meet in time
+        assert trainer.stdout.readline() == "ready\n"  # type: ignore[union-attr]
         post(http, "/init_communicator/", host="0.0.0.0", port=port, world_size=2)
         assert trainer.stdout.readline() == "met\n"  # type: ignore[union-attr]
         form = {"name": NORM, "dtype": "torch.float32", "shape": [72]}
