@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import ctypes
 import multiprocessing
+import sys
+import threading
 from multiprocessing.connection import Connection
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
-NO_ROOM, NOT_THERE, EXISTS = -200, -704, -705
+import pytest
+
+NO_ROOM, NOT_THERE, EXISTS, LEASED = -200, -704, -705, -706
 
 
 def _serve(connection: Connection, most_bytes: int) -> None:
     objects: dict[str, bytes] = {}
+    leased: set[str] = set()
     while True:
         method, key, value = connection.recv()
         if method == "put":
@@ -25,6 +31,14 @@ def _serve(connection: Connection, most_bytes: int) -> None:
                 connection.send(0)
         elif method == "get":
             connection.send(objects.get(key))
+        elif method == "is_exist":
+            leased |= {key} & objects.keys()
+            connection.send(int(key in objects))
+        elif method == "remove" and key in leased and not value:
+            connection.send(LEASED)
+        elif method == "end_leases":
+            leased.clear()
+            connection.send(0)
         elif method == "remove":
             connection.send(NOT_THERE if objects.pop(key, None) is None else 0)
         elif method == "keys":
@@ -34,7 +48,10 @@ def _serve(connection: Connection, most_bytes: int) -> None:
 
 
 class StoreDouble:
-    """Reads and writes by pointers, and refuses memory that was not registered."""
+    """Reads and writes by pointers, and refuses memory that was not registered.
+
+    As Mooncake's, it does not remove an object for a while after a client asked whether it exists.
+    """
 
     def __init__(self, most_bytes: int = 1 << 30) -> None:
         context = multiprocessing.get_context("spawn")
@@ -42,14 +59,16 @@ class StoreDouble:
         self.process = context.Process(target=_serve, args=(other, most_bytes), daemon=True)
         self.process.start()
         other.close()
+        self._lock = threading.Lock()
         self.registered: dict[int, int] = {}
         self.configs: list[Any] = []
 
     def _ask(self, method: str, key: str = "", value: bytes = b"") -> Any:
-        self._connection.send((method, key, value))
-        return self._connection.recv()
+        with self._lock:
+            self._connection.send((method, key, value))
+            return self._connection.recv()
 
-    def keys(self) -> list[str]:
+    def all_keys(self) -> list[str]:
         found: list[str] = self._ask("keys")
         return found
 
@@ -85,12 +104,38 @@ class StoreDouble:
         return len(value)
 
     def is_exist(self, key: str) -> int:
-        return int(self._ask("get", key) is not None)
-
-    def remove(self, key: str) -> int:
-        status: int = self._ask("remove", key)
+        status: int = self._ask("is_exist", key)
         return status
+
+    def remove(self, key: str, force: bool = False) -> int:
+        status: int = self._ask("remove", key, b"force" if force else b"")
+        return status
+
+    def end_leases(self) -> None:
+        self._ask("end_leases")
 
     def close(self) -> None:
         self._connection.send(("close", "", b""))
         self.process.join()
+
+
+def install_client(
+    patch: pytest.MonkeyPatch, double: StoreDouble, bad_protocol: str = "rdma"
+) -> list[dict[str, Any]]:
+    """Make ``mooncake.store`` importable, whose client speaks to ``double`` unless it is set up
+    with ``bad_protocol``; returns the options of each set-up."""
+    setups: list[dict[str, Any]] = []
+
+    class Client:
+        def setup(self, **options: Any) -> int:
+            setups.append(options)
+            return -1 if options["protocol"] == bad_protocol else 0
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(double, name)
+
+    module: Any = ModuleType("mooncake.store")
+    module.MooncakeDistributedStore, module.ReplicateConfig = Client, SimpleNamespace
+    patch.setitem(sys.modules, "mooncake", ModuleType("mooncake"))
+    patch.setitem(sys.modules, "mooncake.store", module)
+    return setups

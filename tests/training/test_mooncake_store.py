@@ -5,14 +5,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
-from typing import Any
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from tests.engine.harness import engine, random_prompts
-from tests.training.store_double import StoreDouble
+from tests.training.store_double import StoreDouble, install_client
 from tests.training.test_hidden_states_stream import sample
 from vllm.exceptions import Failure, FailureError, FailureKind
 from vllm.hidden_states import FailedSample
@@ -35,7 +34,7 @@ def test_tensors_come_back_by_another_client(client: StoreDouble) -> None:
     config = object()
     forms = MooncakeStore(client, config).put("run/0", ROWS)
     assert forms["a"] == TensorForm(torch.bfloat16, (5, 3))
-    assert client.keys() == ["run/0/a", "run/0/b", "run/0/c"]
+    assert client.all_keys() == ["run/0/a", "run/0/b", "run/0/c"]
     assert client.configs == [config] * 3
     got = MooncakeStore(client).get("run/0", forms)
     for name, tensor in ROWS.items():
@@ -48,7 +47,7 @@ def test_samples_of_an_engine(checkpoint: Checkpoint, client: StoreDouble) -> No
     with engine(checkpoint("qwen3_5")) as llm:
         samples = list(llm.extract(prompts, [1, "norm"]))
     *stored, last = store.publish([*samples, failed], "run")
-    assert last is failed and client.keys()[0] == "run/0/hidden_states"
+    assert last is failed and client.all_keys()[0] == "run/0/hidden_states"
     for expected, one in zip(samples, stored, strict=True):
         assert isinstance(one, StoredSample)
         got = store.fetch(one)
@@ -60,11 +59,11 @@ def test_samples_of_an_engine(checkpoint: Checkpoint, client: StoreDouble) -> No
 def test_a_full_store_keeps_nothing_of_a_sample(client: StoreDouble) -> None:
     store = MooncakeStore(client)
     store.put("run/0", ROWS)
-    before = client.keys()
+    before = client.all_keys()
     with pytest.raises(FailureError, match=r"run/1/large: could not .* -200\)") as raised:
         store.put("run/1", {"b": torch.ones(3), "large": torch.ones(1 << 15), "c": torch.ones(2)})
     assert raised.value.failure.kind is FailureKind.DISK_FULL
-    assert client.keys() == before
+    assert client.all_keys() == before
 
 
 def test_objects_that_exist(client: StoreDouble) -> None:
@@ -72,11 +71,12 @@ def test_objects_that_exist(client: StoreDouble) -> None:
     store.put("run/0", {"a": torch.ones(3)})
     with pytest.raises(FailureError, match="run/0/a: exists in the store already"):
         store.put("run/0", {"b": torch.ones(2), "a": torch.zeros(3)})
-    assert client.keys() == ["run/0/a"]
+    assert client.all_keys() == ["run/0/a"]
+    client.end_leases()
     forms = store.put("run/0", {"a": torch.zeros(4)}, replace=True)
     assert store.get("run/0", forms)["a"].tolist() == [0.0] * 4
     store.remove(["run/0/a", "run/0/missing"])
-    assert client.keys() == []
+    assert client.all_keys() == []
 
 
 def test_objects_that_are_not_as_expected(client: StoreDouble) -> None:
@@ -106,20 +106,7 @@ def test_connecting(monkeypatch: pytest.MonkeyPatch, client: StoreDouble) -> Non
     monkeypatch.setitem(sys.modules, "mooncake", None)
     with pytest.raises(ImportError, match=r"pip install '\.\[mooncake\]'"):
         MooncakeStore.connect()
-    setups: list[dict[str, Any]] = []
-
-    class Client:
-        def setup(self, **options: Any) -> int:
-            setups.append(options)
-            return -1 if options["protocol"] == "rdma" else 0
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(client, name)
-
-    module: Any = ModuleType("mooncake.store")
-    module.MooncakeDistributedStore, module.ReplicateConfig = Client, SimpleNamespace
-    monkeypatch.setitem(sys.modules, "mooncake", ModuleType("mooncake"))
-    monkeypatch.setitem(sys.modules, "mooncake.store", module)
+    setups = install_client(monkeypatch, client)
     MooncakeStore.connect(local_hostname="here").put("run/0", {"a": torch.ones(2)})
     assert setups[0] == {
         "local_hostname": "here",

@@ -31,6 +31,8 @@ _SETUP = {
 }
 _NO_ROOM = -200
 """Mooncake's status if no segment has room for an object."""
+_NOT_THERE = -704
+"""Its status if there is no such object."""
 
 
 class StoreClient(Protocol):
@@ -100,11 +102,11 @@ class MooncakeStore:
         """
         dense = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
         keys = [f"{prefix}/{name}" for name in dense]
-        existing = [key for key in keys if self._ask(key, self._client.is_exist, key) == 1]
-        if existing and not replace:
-            raise _failure(FailureKind.WRITE_FAILED, f"{existing[0]}: exists in the store already")
-        for key in existing:
-            self._remove(key)
+        for key in keys:
+            if replace:
+                self._remove(key)
+            elif self._ask(key, self._client.is_exist, key) == 1:
+                raise _failure(FailureKind.WRITE_FAILED, f"{key}: exists in the store already")
         try:
             self._put(keys, list(dense.values()))
         except FailureError:
@@ -152,9 +154,9 @@ class MooncakeStore:
                 logger.warning("%s", error)
 
     def _remove(self, key: str) -> None:
-        if self._ask(key, self._client.is_exist, key) != 1:
-            return
-        if status := self._ask(key, self._client.remove, key):
+        # To ask whether an object exists keeps it from being removed for a while.
+        status = self._ask(key, self._client.remove, key)
+        if status not in (0, _NOT_THERE):
             message = f"{key}: could not be removed (status {status})"
             raise _failure(FailureKind.WRITE_FAILED, message)
 

@@ -12,7 +12,15 @@ from pydantic.json_schema import models_json_schema
 from starlette.responses import Response
 
 from vllm import envs
-from vllm.entrypoints.openai import development, downloads, pages, steering, trl, weights
+from vllm.entrypoints.openai import (
+    development,
+    downloads,
+    pages,
+    spec_capture,
+    steering,
+    trl,
+    weights,
+)
 from vllm.entrypoints.openai.adapters import make_router
 from vllm.entrypoints.openai.chat import Chat
 from vllm.entrypoints.openai.completion import Completion
@@ -120,6 +128,7 @@ def build_app(state: ServerState) -> FastAPI:
     app.state.server = state
     paths = ["/openapi.json"]
     routers = [router, pages.router, downloads.router, steering.router, trl.router]
+    routers.append(spec_capture.make_router(state))
     routers.append(weights.trl_router)
     if envs.VLLM_SERVER_DEV_MODE:
         routers += [development.router, weights.vllm_router]

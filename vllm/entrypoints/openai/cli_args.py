@@ -185,6 +185,12 @@ class ServerSettings:
     lora_modules: AdapterFolders = field(default_factory=list)
     """Adapters (LoRA) that requests may name as their model: NAME=PATH for each folder, or
     {"name": ..., "path": ...}; or one JSON list. Needs enable_lora."""
+    mooncake_store: dict[str, Any] | None = None
+    """Store for the rows of SpecForge's requests (POST /generate with spec_capture): options of
+    MooncakeDistributedStore.setup, such as master_server_addr; {} for Mooncake's usual ones."""
+    spec_capture_aux_layer_ids: list[int] | None = None
+    """Layers of the feature "aux" of these requests, counted from 0 as SpecForge does. Default:
+    those of EAGLE-3."""
     request_timeout: Seconds | None = None
     """Time limit of a generation request; after it the request is aborted and gets 504. Default:
     no limit."""

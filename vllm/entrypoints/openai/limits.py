@@ -39,6 +39,7 @@ GENERATION_PATHS = frozenset(
     {
         "/v1/completions",
         "/v1/chat/completions",
+        "/generate",
         "/generate/",
         "/chat/",
         "/get_sequence_logprobs/",
