@@ -43,6 +43,9 @@ class KVTransferConfig:
     """Let the connector change the order of dimensions while it copies."""
     kv_load_failure_policy: Literal["recompute", "fail"] = "fail"
     """Reaction to blocks that could not be loaded: compute them, or fail the request."""
+    rows_before_layers: bool = False
+    """Give a connector of kv_connector_module_path its view of the rows as [blocks, rows, layers,
+    hidden], as older releases of vLLM did, instead of [blocks, layers, rows, hidden]."""
     kv_timeout_seconds: Annotated[float, Field(gt=0)] | None = None
     """Seconds after which a call of the connector (once the engine runs), a load in the background
     or a reply that waits for the connector has failed. Default: no limit."""
@@ -59,6 +62,13 @@ class KVTransferConfig:
             raise ValueError(
                 "kv_transfer_config.kv_connector is missing; name the connector to use, for "
                 "instance 'ExampleHiddenStatesConnector'"
+            )
+
+        if self.rows_before_layers and self.kv_connector_module_path is None:
+            raise ValueError(
+                "kv_transfer_config.rows_before_layers is for connectors of "
+                f"kv_connector_module_path, and kv_connector={self.kv_connector!r} is not one; "
+                "leave it out"
             )
 
     @property

@@ -216,10 +216,12 @@ class GPUModelRunner:
         self._checked_batches.clear()
         self.pool = _allocate_pool(config, self.device)
         views = config.layer_views(self.pool)
+        transfer = self.vllm_config.kv_transfer_config
+        as_kept = transfer is not None and transfer.rows_before_layers
         published: dict[str, Any] = {}  # in the order of the layers
         for name, layer in self._cache_layers.items():
-            layer.kv_cache = views[name]
-            published[name] = config.spec_of(name).published_view(views[name])
+            view = layer.kv_cache = views[name]
+            published[name] = view if as_kept else config.spec_of(name).published_view(view)
         if self.proposer is not None:
             rows = views[self.proposer.layer_name]
             assert isinstance(rows, torch.Tensor)
