@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+import torch
 
 from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.steering import SteeringVector
 
 
 def test_defaults_are_upstreams() -> None:
@@ -136,3 +139,45 @@ def test_a_checked_copy_is_independent_and_checked() -> None:
     params.temperature = 1.0
     with pytest.raises(ValueError, match="type object are not supported; extra_args have to"):
         params.checked_copy()
+
+
+def test_steering_may_be_set_in_each_of_its_types() -> None:
+    vector = SteeringVector(torch.ones(4), layers=2, scale=0.5)
+    specs = vector.specs()
+    for given in (vector, [vector], (vector,), specs, specs[0]):
+        assert SamplingParams(steering=given).steering == specs
+        later = SamplingParams()
+        later.steering = given
+        assert later.steering_specs == later.checked_copy().steering == specs
+    assert SamplingParams(steering=[]).steering is None
+    assert SamplingParams().steering_specs == []
+
+
+def test_steering_crosses_processes_in_one_form() -> None:
+    params = SamplingParams(steering=SteeringVector(torch.ones(4), layers=2))
+    data = msgspec.msgpack.encode(params)
+    assert msgspec.msgpack.decode(data, type=SamplingParams).steering == params.steering
+
+
+@pytest.mark.exhaustive
+def test_type_checkers_take_what_the_constructor_takes(tmp_path: Path) -> None:
+    api = pytest.importorskip("mypy.api")
+    program = tmp_path / "user.py"
+    program.write_text(
+        """
+from vllm import LLM, SamplingParams, SteeringType, SteeringVector
+
+
+def run(llm: LLM, vector: SteeringVector, several: SteeringType) -> None:
+    params = SamplingParams(steering=vector)
+    params.steering = [vector, vector]
+    SamplingParams(steering=several)
+    for given in (vector, [vector], several):
+        list(llm.extract(["x"], [1], steering=given))
+    SamplingParams(steering=3)
+"""
+    )
+    printed, _, status = api.run(["--strict", "--cache-dir", str(tmp_path / "cache"), str(program)])
+    assert status == 1
+    (error,) = [line for line in printed.splitlines() if "error:" in line]
+    assert f'{program.name}:11: error: Argument "steering"' in error

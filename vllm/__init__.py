@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from vllm.outputs import PoolingRequestOutput as PoolingRequestOutput
     from vllm.outputs import RequestOutput as RequestOutput
     from vllm.sampling_params import SamplingParams as SamplingParams
+    from vllm.steering import SteeringType as SteeringType
     from vllm.steering import SteeringVector as SteeringVector
     from vllm.v1.engine.async_llm import AsyncLLM as AsyncLLM
     from vllm.v1.engine.llm_engine import LLMEngine as LLMEngine
@@ -49,6 +50,7 @@ _MODULE_OF = {
     "PromptType": "vllm.inputs",
     "RequestOutput": "vllm.outputs",
     "SamplingParams": "vllm.sampling_params",
+    "SteeringType": "vllm.steering",
     "SteeringVector": "vllm.steering",
     "TextPrompt": "vllm.inputs",
     "TokensPrompt": "vllm.inputs",

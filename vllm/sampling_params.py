@@ -7,13 +7,18 @@ import enum
 import math
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, NoReturn, get_type_hints
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, get_type_hints
 
 import msgspec
 
 from vllm.exceptions import VLLMValidationError
 from vllm.steering import SteeringSpec, lens, steering_specs
 from vllm.utils.text import brief
+
+if TYPE_CHECKING:
+    from vllm.steering import SteeringType
+else:  # the form in which a request carries it, for msgspec
+    SteeringType = list[SteeringSpec]
 
 _GREEDY_BELOW_TEMPERATURE = 1e-5
 MAX_CHOICES = 16384
@@ -80,8 +85,8 @@ class SamplingParams(msgspec.Struct, kw_only=True):
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
     extra_args: dict[str, Any] | None = None
-    steering: list[SteeringSpec] | None = None
-    """Vectors that are added to the stream; given as :class:`vllm.SteeringVector`."""
+    steering: SteeringType | None = None
+    """Vectors that are added to the stream: a :class:`vllm.SteeringVector`, or several."""
 
     _all_stop_token_ids: set[int] = msgspec.field(default_factory=set)
     _bad_words_token_ids: list[list[int]] = msgspec.field(default_factory=list)
@@ -99,7 +104,7 @@ class SamplingParams(msgspec.Struct, kw_only=True):
         self.stop_token_ids = _as_list(self.stop_token_ids)
         self.bad_words = _as_list(self.bad_words)
         self._take_steering_of_lens()
-        self.steering = None if self.steering is None else steering_specs(self.steering) or None
+        self.steering = self.steering_specs or None
         self.logprobs = 1 if self.logprobs is True else self.logprobs
         self.prompt_logprobs = 1 if self.prompt_logprobs is True else self.prompt_logprobs
         self.seed = None if _is_integer(self.seed) and self.seed == -1 else self.seed
@@ -111,8 +116,7 @@ class SamplingParams(msgspec.Struct, kw_only=True):
         self.extra_args = dict(self.extra_args)
         vectors = self.extra_args.pop(lens.STEERING)
         if vectors is not None:
-            own = [] if self.steering is None else steering_specs(self.steering)
-            self.steering = [*own, *steering_specs(lens.steering_of(vectors))]
+            self.steering = [*self.steering_specs, *steering_specs(lens.steering_of(vectors))]
 
     @classmethod
     def from_optional(cls, **settings: Any) -> SamplingParams:
@@ -148,6 +152,11 @@ class SamplingParams(msgspec.Struct, kw_only=True):
         """``stop``, which is always a list after construction."""
         assert isinstance(self.stop, list)
         return self.stop
+
+    @property
+    def steering_specs(self) -> list[SteeringSpec]:
+        """``steering`` in the form in which a request carries it; empty if there is none."""
+        return [] if self.steering is None else steering_specs(self.steering)
 
     @property
     def all_stop_token_ids(self) -> set[int]:

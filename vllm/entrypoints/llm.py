@@ -19,7 +19,7 @@ from vllm.inputs import PromptType, as_prompt_list
 from vllm.lora.request import LoRARequest
 from vllm.outputs import ClassificationRequestOutput, EmbeddingRequestOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
-from vllm.steering import SteeringVector
+from vllm.steering import SteeringType
 from vllm.transformers_utils.chat_template import (
     ChatMessage,
     ContentFormat,
@@ -174,7 +174,7 @@ class LLM(WorkerCalls):
         sampling_params: SamplingParams | None = ...,
         hooks: Sequence[str] | str | None = ...,
         mask: str | None = ...,
-        steering: SteeringVector | Sequence[SteeringVector] | None = ...,
+        steering: SteeringType | None = ...,
         lora_request: LoRARequest | None = ...,
         use_tqdm: ProgressBar = ...,
     ) -> Iterator[HiddenStatesSample]: ...
@@ -197,7 +197,7 @@ class LLM(WorkerCalls):
         sampling_params: SamplingParams | None = ...,
         hooks: Sequence[str] | str | None = ...,
         mask: str | None = ...,
-        steering: SteeringVector | Sequence[SteeringVector] | None = ...,
+        steering: SteeringType | None = ...,
         lora_request: LoRARequest | None = ...,
         use_tqdm: ProgressBar = ...,
     ) -> Iterator[HiddenStatesSample | FailedSample]: ...
@@ -219,7 +219,7 @@ class LLM(WorkerCalls):
         sampling_params: SamplingParams | None = None,
         hooks: Sequence[str] | str | None = None,
         mask: str | None = None,
-        steering: SteeringVector | Sequence[SteeringVector] | None = None,
+        steering: SteeringType | None = None,
         lora_request: LoRARequest | None = None,
         use_tqdm: ProgressBar = False,
     ) -> Iterator[HiddenStatesSample | FailedSample]:

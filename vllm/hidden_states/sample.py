@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
     from vllm.outputs import CompletionOutput
     from vllm.sampling_params import SamplingParams
-    from vllm.steering import SteeringVector
+    from vllm.steering import SteeringType
 
 """The reduction of a prompt's rows to one: their mean, or the last of them."""
 
@@ -56,7 +56,7 @@ class ExtractRequest:
     """Divides the logits before their softmax."""
     sampling_params: SamplingParams | None = None
     """Generate with these settings; the rows are those of prompt and output."""
-    steering: SteeringVector | Sequence[SteeringVector] | None = None
+    steering: SteeringType | None = None
     """Vectors to add to the stream; rows are taken after the addition."""
     hooks: Sequence[str] | str | None = None
     """Names of hook points inside layers whose values to keep with each row."""

@@ -153,6 +153,10 @@ def _checked_positions(positions: object) -> str | list[int]:
     return sorted(set(cast("Iterable[int]", positions)))
 
 
+SteeringType = SteeringVector | SteeringSpec | Sequence[SteeringVector | SteeringSpec]
+"""Values of the options ``steering``: one vector, or a list of them."""
+
+
 def steering_specs(value: object) -> list[SteeringSpec]:
     """Return the specs of one vector or several. ValueError: they are something else."""
     given = [value] if isinstance(value, SteeringVector | SteeringSpec) else value

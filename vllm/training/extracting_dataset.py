@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from vllm.hidden_states.layer_ids import Layers
     from vllm.hidden_states.names import Pooling
     from vllm.sampling_params import SamplingParams
-    from vllm.steering import SteeringVector
+    from vllm.steering import SteeringType
 
 logger = init_logger(__name__)
 
@@ -86,7 +86,7 @@ class ExtractingDataset(IterableDataset[Any]):
         sampling_params: SamplingParams | None = None,
         hooks: Sequence[str] | str | None = None,
         mask: str | None = None,
-        steering: SteeringVector | Sequence[SteeringVector] | None = None,
+        steering: SteeringType | None = None,
         columns: Mapping[str, Sequence[Any]] | None = None,
         transform: Callable[[HiddenStatesSample], Any] | None = None,
         shuffle: bool = False,

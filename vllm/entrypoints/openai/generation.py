@@ -191,7 +191,7 @@ class Generation(ABC, Generic[BodyT]):
         self._params = make_sampling_params(
             self.state, self.body, self._steering, max_tokens=max_tokens, logprobs=logprobs
         )
-        self.extraction.steering = self._params.steering
+        self.extraction.steering = self._params.steering_specs
         self.extraction.adapter = self._adapter
 
     def _check_path(self, num_choices: int) -> None:

@@ -31,7 +31,7 @@ from vllm.outputs import (
     RequestOutput,
 )
 from vllm.sampling_params import RequestOutputKind, SamplingParams
-from vllm.steering import SteeringVector
+from vllm.steering import SteeringType
 from vllm.transformers_utils.pooling_config import VectorPooling
 from vllm.utils.async_utils import merge_async_iterators
 from vllm.v1.engine.core_messages import CoreStarted
@@ -118,7 +118,7 @@ class AsyncExtraction(EngineFrontEnd, ABC):
         sampling_params: SamplingParams | None = None,
         hooks: Sequence[str] | str | None = None,
         mask: str | None = None,
-        steering: SteeringVector | Sequence[SteeringVector] | None = None,
+        steering: SteeringType | None = None,
         lora_request: LoRARequest | None = None,
     ) -> AsyncGenerator[HiddenStatesSample | FailedSample, None]:
         """Do what :meth:`vllm.LLM.extract` does, asynchronously; ``prompts`` may be async, too."""

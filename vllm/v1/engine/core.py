@@ -217,8 +217,8 @@ class EngineCore:
                 f"has no log-probabilities: {reason}; use extract(), or max_tokens=0 with a "
                 "connector, or a checkpoint that has its LM head"
             )
-        if message.sampling_params.steering:
-            self._check_steering(message.sampling_params.steering)
+        if specs := message.sampling_params.steering_specs:
+            self._check_steering(specs)
         if message.extraction is not None:
             if self._deepest_layer is not None:
                 raise ValueError(

@@ -151,7 +151,7 @@ class InputProcessor:
             params = SamplingParams(max_tokens=0, temperature=0.0)
         else:
             params = _checked_for_rows(params)
-        params.steering = [*(params.steering or ()), *steering] or None
+        params.steering = [*params.steering_specs, *steering] or None
         cut = prompt if keep is None else self._cut(prompt, keep, side, add_special_tokens)
         return self._process(
             external_id,
@@ -218,8 +218,8 @@ class InputProcessor:
             _refuse_settings_about_tokens(params)
             token_ids, embeds = [NO_TOKEN] * packed.num_tokens, packed.data
             salt = f"{salt or ''}\0prompt_embeds:{packed.digest}"
-        if params.steering:
-            salt = f"{salt or ''}\0steering:{steering_digest(params.steering)}"
+        if specs := params.steering_specs:
+            salt = f"{salt or ''}\0steering:{steering_digest(specs)}"
         self._check_length(len(token_ids), params)
         request = EngineCoreRequest(
             request_id=f"{external_id}-{uuid.uuid4().hex[:8]}",  # clients may use an id again

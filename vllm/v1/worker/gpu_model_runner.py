@@ -335,7 +335,7 @@ class GPUModelRunner:
                 embeds,
                 None if new.extraction is None else new.extraction.token_after,
             )
-            vectors = vectors_of(new.sampling_params.steering, self.device)
+            vectors = vectors_of(new.sampling_params.steering_specs, self.device)
             self.requests[new.req_id].steering_vectors = vectors
             self.requests[new.req_id].adapter = self.adapters.take(new.req_id)
         cached = scheduled.scheduled_cached_reqs

@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 Flags: TypeAlias = "npt.NDArray[np.bool_]"
 
 
-def vectors_of(specs: Sequence[SteeringSpec] | None, device: torch.device) -> list[torch.Tensor]:
+def vectors_of(specs: Sequence[SteeringSpec], device: torch.device) -> list[torch.Tensor]:
     """Return the vectors of a request, float32 [hidden] or [positions, hidden] each, on the
     device."""
     arrays = (
         np.frombuffer(spec.vector, np.float32).reshape(*spec.leading_shape, spec.width).copy()
-        for spec in specs or ()
+        for spec in specs
     )
     return [to_device(array, device) for array in arrays]
 
@@ -57,7 +57,7 @@ def _additions(
 
     positions: those of the tokens in the text; start: the index of the first token in the pass.
     """
-    specs = state.sampling_params.steering or ()
+    specs = state.sampling_params.steering_specs
     for spec, vectors in zip(specs, state.steering_vectors, strict=True):
         chosen = _chosen(spec.positions, positions, state.num_prompt_tokens)
         if not chosen.any():
