@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import resource
@@ -17,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -112,8 +114,8 @@ def load(path: Path) -> dict[str, Any]:
 
 def test_every_module_is_a_format() -> None:
     assert EXPORTS == [
-        "huggingface", "modelopt", "numpy", "saelens", "specforge-dflash", "specforge-domino",
-        "specforge-dspark", "specforge-eagle3", "webdataset",
+        "huggingface", "modelopt", "numpy", "parquet", "saelens", "specforge-dflash",
+        "specforge-domino", "specforge-dspark", "specforge-eagle3", "webdataset",
     ]  # fmt: skip
     for name in format_names():
         assert writer_of(name).dtypes
@@ -266,6 +268,32 @@ def test_huggingface(tmp_path: Path) -> None:
     assert features["hidden_states"] == {"feature": layers, "_type": "Sequence"}
 
 
+def test_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The table is that of the Arrow files, with the types and the features."""
+    path = make_dataset(tmp_path / "a", keep_columns='["label"]')
+    convert_dataset(str(path), str(tmp_path / "b"), "huggingface", shard_bytes=2000)
+    monkeypatch.setattr("vllm.hidden_states.exporters.parquet._GROUP_BYTES", 900)
+    convert_dataset(str(path), str(tmp_path / "c"), "parquet", shard_bytes=2000)
+    expected, files = read_arrow(tmp_path / "b"), sorted((tmp_path / "c").glob("*.parquet"))
+    assert [one.name for one in files[:2]] == ["data-00000.parquet", "data-00001.parquet"]
+    found = pa.concat_tables(map(pq.read_table, files))
+    assert found.equals(expected) and found.schema.metadata == expected.schema.metadata
+    counts = [pq.read_metadata(one).num_row_groups for one in files]
+    assert 1 < sum(counts) < len(expected), counts
+
+
+def test_a_unit_without_samples_has_no_file(tmp_path: Path) -> None:
+    """A file without a schema would fail a reader of all files."""
+    path = make_dataset(tmp_path / "a")
+    for fmt in ("huggingface", "parquet"):
+        settings = dataclasses.replace(HiddenStatesDataset(path).settings, format=fmt)
+        start_dataset(str(tmp_path / fmt), settings)
+        with open_unit_writer(str(tmp_path / fmt), 0, settings) as writer:
+            writer.skip(0, 0, "it failed")
+            assert not writer.commit().files
+        assert not [*(tmp_path / fmt).glob("data-*")]
+
+
 def test_saelens(tmp_path: Path) -> None:
     path = make_dataset(tmp_path / "a", (0, 3, NUM_LAYERS), (8,) * 5, pack="8")
     convert_dataset(str(path), str(tmp_path / "b"), "saelens")
@@ -293,7 +321,9 @@ def test_saelens(tmp_path: Path) -> None:
         ("specforge-dspark", (2, 5, 10), r"--layers 2,3,5,7,8,norm --format specforge-dspark"),
         ("specforge-dflash", (NORM, 10), r"different draft inputs; .*--layers 2,3,5,7,8 --format"),
         ("modelopt", EAGLE, r"it needs norm, too; .*--layers 2,5,7,norm --format modelopt"),
-        ("saelens", (0, 3), r"samples of any length.*--layers 0,3 --pack 1024 --format saelens"),
+        ("saelens", (0, 3), r"samples of any length.*; rows depend on all tokens before them, "
+         "so rows of single texts are not those of texts that are joined; "
+         ".*--layers 0,3 --pack 1024 --format saelens"),
     ],
 )  # fmt: skip
 def test_a_dataset_that_lacks_something(
@@ -406,7 +436,7 @@ def test_a_disk_that_takes_no_more(tmp_path: Path, fmt: str) -> None:
     assert folder_bytes(output) == folder_bytes(tmp_path / "c")
 
 
-@pytest.mark.parametrize("fmt", ["huggingface", at_night("modelopt")])
+@pytest.mark.parametrize("fmt", ["huggingface", at_night("parquet"), at_night("modelopt")])
 def test_killed_and_continued(tmp_path: Path, fmt: str) -> None:
     path = make_dataset(tmp_path / "a", lengths=[50] * 200, hidden_size=500)
     output, expected = tmp_path / "b", tmp_path / "c"
@@ -428,7 +458,7 @@ def test_killed_and_continued(tmp_path: Path, fmt: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "fmt", ["modelopt", *map(at_night, ["numpy", "huggingface", "webdataset"])]
+    "fmt", ["modelopt", *map(at_night, ["numpy", "huggingface", "parquet", "webdataset"])]
 )
 def test_memory_does_not_grow_with_the_dataset(tmp_path: Path, fmt: str) -> None:
     peaks = []

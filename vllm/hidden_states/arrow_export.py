@@ -13,7 +13,7 @@ import json
 import os
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -43,11 +43,16 @@ class ArrowExporter(Exporter):
     has_shards = True
     dtypes = ("float32", "float16")
 
+    suffix: ClassVar[str] = "arrow"
+
     def __init__(self, directory: str, unit: int, settings: DatasetSettings) -> None:
         super().__init__(directory, unit, settings)
-        self._path = self._add_file(_file_name(unit))
-        self._file = self._resources.enter_context(pa.OSFile(self._path, "wb"))
-        self._stream: pa.RecordBatchStreamWriter | None = None
+        self._name = f"data-{unit:05d}.{self.suffix}"
+        self._stream: Any = None
+
+    def _open(self, file: pa.NativeFile, schema: pa.Schema) -> Any:
+        """Return a context manager that writes record batches to a new file."""
+        return pa.ipc.new_stream(file, schema)
 
     def _refusal(self, stored: HiddenStatesSample) -> str | None:
         names = self._settings.stored_names.tensors
@@ -67,8 +72,9 @@ class ArrowExporter(Exporter):
         info = json.dumps({"info": {"features": features}})
         schema = pa.schema(fields, metadata={_INFO_KEY: info})
         if self._stream is None:
-            self._stream = pa.ipc.new_stream(self._file, schema)
-            self._resources.enter_context(self._stream)
+            path = self._add_file(self._name)
+            file = self._resources.enter_context(pa.OSFile(path, "wb"))
+            self._stream = self._resources.enter_context(self._open(file, schema))
         arrays = [one.values for one in columns.values()]
         self._stream.write_batch(pa.record_batch(arrays, schema=schema))
 
@@ -138,7 +144,3 @@ def window(tensor: torch.Tensor) -> Column:
 def scalar(value: int | str | None, kind: pa.DataType) -> Column:
     """Return a number or a text."""
     return Column(pa.array([value], kind), {"dtype": str(kind), "_type": "Value"})
-
-
-def _file_name(unit: int) -> str:
-    return f"data-{unit:05d}.arrow"

@@ -105,14 +105,24 @@ def saelens(fmt: str, folder: str, samples: list[Sample]) -> Iterator[tuple[Any,
 
 def huggingface(fmt: str, folder: str, samples: list[Sample]) -> Iterator[tuple[Any, Any]]:
     """Yield (found, expected) of datasets."""
-    from datasets import load_from_disk
+    from datasets import load_dataset, load_from_disk
 
-    rows = load_from_disk(folder).with_format("torch")
+    if fmt == "parquet":
+        files = f"{folder}/*.parquet"
+        loaded = load_dataset("parquet", data_files=files, split="train")
+        streamed = load_dataset("parquet", data_files=files, split="train", streaming=True)
+        yield [one["sample"] for one in streamed], [one["sample"] for one in loaded]
+    else:
+        loaded = load_from_disk(folder)
+    rows = loaded.with_format("torch")
     yield len(rows), len(samples)
     for row, sample in zip(rows, samples, strict=True):
         yield row["token_ids"], sample["token_ids"]
         yield row["loss_mask"], sample["loss_mask"]
         yield row["hidden_states"], sample["hidden_states"].float()
+
+
+parquet = huggingface
 
 
 def webdataset(fmt: str, folder: str, samples: list[Sample]) -> Iterator[tuple[Any, Any]]:

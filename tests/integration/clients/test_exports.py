@@ -20,7 +20,8 @@ READER = Path(__file__).with_name("exports_reader.py")
 @pytest.mark.parametrize(
     "fmt",
     ["specforge-eagle3", "specforge-dflash", "specforge-domino", "specforge-dspark", "modelopt",
-     "modelopt-prenorm", "saelens", "huggingface", "webdataset"],
+     "modelopt-prenorm", "saelens", "huggingface", "parquet",
+     "webdataset"],
 )  # fmt: skip
 def test_its_released_reader(tmp_path: Path, clients: ClientEnvironment, fmt: str) -> None:
     """Every value is as in the dataset, and no sample that the format took is refused."""

@@ -26,7 +26,10 @@ class Exporter(ArrowExporter):
         super().check(settings)
         layer_ids, problem = settings.layer_ids, None
         if "pack" not in settings.options:
-            problem = "samples of any length, and it reads windows of one"
+            problem = (
+                "samples of any length, and it reads windows of one; rows depend on all tokens "
+                "before them, so rows of single texts are not those of texts that are joined"
+            )
         elif settings.selection != "all":
             problem = f"positions={settings.selection}, and it reads whole windows"
         elif not all(isinstance(one, int) for one in layer_ids):
