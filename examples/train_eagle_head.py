@@ -48,7 +48,7 @@ class DraftHead(torch.nn.Module):
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    options = parse_options(__doc__, steps=120, arguments=arguments)
+    options = parse_options(__doc__, steps=60, arguments=arguments)
     torch.manual_seed(0)
     model = options.model or str(demo_checkpoint(options.cache_dir))
     whole = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).requires_grad_(False)
