@@ -17,6 +17,9 @@ VLLM_LOGGING_LEVEL: str
 VLLM_LOG_FORMAT: Literal["text", "json"]
 VLLM_CPU_THREADS: int | None
 OMP_NUM_THREADS: int | None
+VLLM_CPU_OMP_THREADS_BIND: tuple[frozenset[int], ...] | None
+VLLM_CPU_NUM_OF_RESERVED_CPU: int
+VLLM_CPU_KVCACHE_SPACE: float | None
 VLLM_CPU_ISA: str | None
 VLLM_KERNELS: str
 VLLM_ATTENTION_BACKEND: str | None
@@ -59,6 +62,37 @@ def _first_count(text: str) -> int:
     return _count(text.split(",")[0].strip())
 
 
+def _count_or_none(text: str) -> int:
+    return 0 if text == "0" else _count(text)
+
+
+def _positive(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0.0 < number < float("inf"):
+        raise ValueError("use a number above 0")
+    return number
+
+
+def _cpu_lists(text: str) -> tuple[frozenset[int], ...] | None:
+    """Parse lists of CPUs such as ``0-2,5|3``, one for each rank."""
+    if text.lower() in ("auto", "nobind"):
+        return None
+    lists = []
+    for part in text.split("|"):
+        cpus: set[int] = set()
+        for item in part.split(","):
+            first, dash, last = (bound.strip() for bound in item.partition("-"))
+            bounds = (first, last) if dash else (first, first)
+            if not all(map(str.isdecimal, bounds)) or int(bounds[0]) > int(bounds[1]):
+                raise ValueError("use auto, nobind, or a list for each rank such as 0-31|32-63")
+            cpus.update(range(int(bounds[0]), int(bounds[1]) + 1))
+        lists.append(frozenset(cpus))
+    return tuple(lists)
+
+
 def _switch(text: str) -> bool:
     return _one_of("0", "false", "1", "true")(text) in ("1", "true")
 
@@ -83,6 +117,20 @@ VARIABLES: dict[str, Variable] = {
     ),
     "OMP_NUM_THREADS": Variable(
         None, _first_count, "OpenMP's own variable; used when VLLM_CPU_THREADS is unset."
+    ),
+    "VLLM_CPU_OMP_THREADS_BIND": Variable(
+        None,
+        _cpu_lists,
+        "CPUs of each rank, such as '0-31|32-63'; each has as many threads as CPUs, unless their "
+        "number is set. 'auto', 'nobind' or unset: ranks are not bound.",
+    ),
+    "VLLM_CPU_NUM_OF_RESERVED_CPU": Variable(
+        0, _count_or_none, "Cores that are left free when no number of threads is set."
+    ),
+    "VLLM_CPU_KVCACHE_SPACE": Variable(
+        None,
+        _positive,
+        "GiB of the KV pool of each rank on a CPU; --kv-cache-memory-bytes overrides it.",
     ),
     "VLLM_CPU_ISA": Variable(
         None, str.lower, "SIMD path of the native CPU kernels; unset: the best this CPU has."

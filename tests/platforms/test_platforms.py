@@ -97,6 +97,46 @@ def test_threads_follow_the_variables(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.set_num_threads(before)
 
 
+def test_ranks_share_the_cores_or_are_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu, before = get_platform("cpu"), torch.get_num_threads()
+    allowed = os.sched_getaffinity(0)
+    one = min(allowed)
+    monkeypatch.delenv("VLLM_CPU_THREADS", raising=False)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr("vllm.platforms.cpu.usable_core_count", lambda: 9)
+    try:
+        assert cpu.set_num_threads(1, 2) == 4
+        monkeypatch.setenv("VLLM_CPU_NUM_OF_RESERVED_CPU", "3")
+        assert [cpu.set_num_threads(0, ranks) for ranks in (1, 2, 8)] == [6, 3, 1]
+        monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", f"9999-10001,10003|{one}")
+        assert cpu.set_num_threads(1, 2) == 1
+        assert os.sched_getaffinity(0) == {one}
+        with pytest.raises(ValueError, match=r"rank 0 cannot run on the CPUs \[9999, 10000,"):
+            cpu.set_num_threads(0, 2)
+        with pytest.raises(ValueError, match="has 2 lists of CPUs for 3 ranks"):
+            cpu.set_num_threads(0, 3)
+        for value in ("auto", "nobind"):
+            monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", value)
+            assert cpu.set_num_threads(0, 3) == 2
+        for value in ("3-1", "a", "1|", "-2"):
+            monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", value)
+            with pytest.raises(ValueError, match=r"VLLM_CPU_OMP_THREADS_BIND.* use auto, nobind"):
+                cpu.set_num_threads()
+    finally:
+        os.sched_setaffinity(0, allowed)
+        torch.set_num_threads(before)
+
+
+def test_the_environment_states_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert get_platform("cpu").stated_pool_bytes is None
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1.5")
+    assert get_platform("cpu").stated_pool_bytes == 3 * 2**29
+    for value in ("0", "-1", "much", "nan"):
+        monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", value)
+        with pytest.raises(ValueError, match=r"VLLM_CPU_KVCACHE_SPACE.* above 0"):
+            _ = get_platform("cpu").stated_pool_bytes
+
+
 def test_engines_share_threads_or_take_a_device_each(monkeypatch: pytest.MonkeyPatch) -> None:
     before = torch.get_num_threads()
     try:

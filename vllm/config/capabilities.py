@@ -52,6 +52,8 @@ def settle_capabilities(config: VllmConfig) -> None:
         if config.model_config.is_hybrid:
             reason = "has recurrent layers beside its attention layers"
     settle_hybrid_manager(config, reason)
+    if config.cache_config.kv_cache_memory_bytes is None:
+        config.cache_config.kv_cache_memory_bytes = platform.stated_pool_bytes
     if config.scheduler_config.async_scheduling is None:
         config.scheduler_config.async_scheduling = platform.works_beside_host
     _ = config.attention_backend  # raises now if it is wrong

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform as host
 from collections.abc import Callable
 
@@ -56,14 +57,43 @@ class CpuPlatform(Platform):
     def measure_held_bytes(self, make: Callable[[], object]) -> int:
         return 0
 
-    def set_num_threads(self, num_ranks: int = 1) -> int:
-        """Use VLLM_CPU_THREADS, else OMP_NUM_THREADS, else this rank's share of the cores."""
-        own_cores = max(1, usable_core_count() // num_ranks)
-        num_threads = envs.VLLM_CPU_THREADS or envs.OMP_NUM_THREADS or own_cores
+    def set_num_threads(self, rank: int = 0, num_ranks: int = 1) -> int:
+        """Use VLLM_CPU_THREADS, else OMP_NUM_THREADS, else one for each CPU that this rank is bound
+        to, else its share of the cores that this process may use."""
+        bound = self._bind(rank, num_ranks)
+        free = usable_core_count() - envs.VLLM_CPU_NUM_OF_RESERVED_CPU
+        own = max(1, free // num_ranks) if bound is None else len(bound)
+        num_threads = envs.VLLM_CPU_THREADS or envs.OMP_NUM_THREADS or own
         if torch.get_num_threads() != num_threads:
             logger.info_once("computing on %d CPU threads", num_threads)
             torch.set_num_threads(num_threads)
         return num_threads
+
+    @staticmethod
+    def _bind(rank: int, num_ranks: int) -> frozenset[int] | None:
+        """Bind this thread, and those that it starts, to the rank's CPUs; None: to none."""
+        lists = envs.VLLM_CPU_OMP_THREADS_BIND
+        if lists is None:
+            return None
+        if len(lists) < num_ranks:
+            raise ValueError(
+                f"VLLM_CPU_OMP_THREADS_BIND has {len(lists)} lists of CPUs for {num_ranks} ranks; "
+                "give one for each, separated by |"
+            )
+        try:
+            os.sched_setaffinity(0, lists[rank])
+        except OSError as error:
+            raise ValueError(
+                f"VLLM_CPU_OMP_THREADS_BIND: rank {rank} cannot run on the CPUs "
+                f"{sorted(lists[rank])} ({error.strerror}); this process may use "
+                f"{sorted(os.sched_getaffinity(0))}"
+            ) from error
+        return lists[rank]
+
+    @property
+    def stated_pool_bytes(self) -> int | None:
+        stated = envs.VLLM_CPU_KVCACHE_SPACE
+        return None if stated is None else int(stated * 2**30)
 
     def share_of_machine(self, slot: int, num_engines: int) -> dict[str, str]:
         return {"VLLM_CPU_THREADS": str(max(1, self.set_num_threads() // num_engines))}

@@ -134,9 +134,17 @@ class Platform(ABC):
             set_option(_M_TRIM_THRESHOLD, _MOST_KEPT_BYTES)
 
     @abstractmethod
-    def set_num_threads(self, num_ranks: int = 1) -> int:
-        """Set the number of host threads that torch computes with, and return it; num_ranks: those
-        of an engine that share this machine."""
+    def set_num_threads(self, rank: int = 0, num_ranks: int = 1) -> int:
+        """Set the number of host threads that torch computes with, and return it.
+
+        rank: the number of this process among ``num_ranks`` that compute on this machine.
+        ValueError: it cannot have the CPUs that it is to have.
+        """
+
+    @property
+    def stated_pool_bytes(self) -> int | None:
+        """Size of a rank's KV pool if the environment states it."""
+        return None
 
     @abstractmethod
     def share_of_machine(self, slot: int, num_engines: int) -> dict[str, str]:
