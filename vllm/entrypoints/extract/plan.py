@@ -247,6 +247,7 @@ def make_plan(
             _shuffle(building / "samples.bin", places, maker.options)
         most_new = maker.options.max_tokens if maker.options.generate else 0
         _cut_units(building, settings.shard_bytes, totals, most_new)
+        _finish(building, totals)
         if folder.exists() and not has_plan(folder, settings):
             shutil.rmtree(folder, ignore_errors=True)
         with contextlib.suppress(OSError):  # another rank was faster, with the same bytes
@@ -438,7 +439,7 @@ def _shuffle(path: Path, places: npt.NDArray[np.int64], options: ExtractOptions)
 
 
 def _cut_units(folder: Path, unit_bytes: int, totals: PlanTotals, most_new: int) -> None:
-    """Cut units, and write the totals. ``most_new``: the most tokens generated for a sample."""
+    """Cut units. ``most_new``: the most tokens generated for a sample."""
     samples = _map(folder / "samples.bin", _SAMPLE)
     num_tokens = samples["num_tokens"] + most_new
     sizes = samples["num_rows"] * totals.row_bytes + num_tokens * _STORED_ID_BYTES
@@ -447,6 +448,10 @@ def _cut_units(folder: Path, unit_bytes: int, totals: PlanTotals, most_new: int)
     (folder / "units.bin").write_bytes(np.insert(ends, 0, 0).tobytes())
     totals.longest = int(num_tokens.max())
     totals.num_bytes = int(sizes.sum())
+
+
+def _finish(folder: Path, totals: PlanTotals) -> None:
+    """Write the totals, with checksums of all other files, when nothing else takes memory."""
     totals.files = _checksums(folder)
     (folder / _TOTALS).write_text(json.dumps(dataclasses.asdict(totals)))
     for path in (*folder.iterdir(), folder):
