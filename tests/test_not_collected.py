@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.grids import at_night
+
 ROOT = Path(__file__).parents[1]
 CONFTEST = """
 from tests.not_collected import NotCollected
@@ -37,7 +39,7 @@ def test_at_night():
 """
 
 
-@pytest.mark.parametrize("workers", ["0", "2"])
+@pytest.mark.parametrize("workers", ["0", at_night("2")])
 def test_they_are_counted_in_one_line(workers: str, tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text(CONFTEST)
     (tmp_path / "test_some.py").write_text(TESTS)

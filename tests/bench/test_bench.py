@@ -139,6 +139,7 @@ def test_a_form_that_is_slow_is_tried_once(
     assert tried == {"plain order": 1, "oneDNN's order": 5, "panels": 5}
 
 
+@pytest.mark.exhaustive
 def test_modules_of_transformers_by_cpu_time(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -166,7 +167,8 @@ def test_every_kernel_belongs_to_a_part() -> None:
     assert set(profile.OPERATION_PARTS) <= {*operations, *modules}
     ours = [one for one in operations.values() if one.body.__module__.startswith("vllm.ops.")]
     parts = {one.name: profile.part_of(one) for one in ours}
-    assert [name for name, part in parts.items() if part == "other"] == ["copy_blocks"]
+    others = {name for name, part in parts.items() if part == "other"}
+    assert others == {"copy_blocks", "meet_ranks"}
     assert parts["norm_and_rotate"] == "attention"
     assert set(profile.OPERATION_PARTS.values()) < set(profile.PARTS)
 

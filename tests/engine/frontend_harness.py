@@ -9,7 +9,7 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from vllm.config import LoRAConfig, SchedulerConfig
+from vllm.config import LoRAConfig, ParallelConfig, SchedulerConfig
 from vllm.v1.engine import (
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -87,6 +87,7 @@ def make_config(extracts: bool = False, **changes: Any) -> Any:
         lora_config=LoRAConfig(),
         speculative_config=speculative,
         scheduler_config=SchedulerConfig(),
+        parallel_config=ParallelConfig(),
     )
 
 

@@ -118,7 +118,8 @@ def test_rows_to_files_late(
 
 
 @pytest.mark.parametrize(
-    ("family", "seed"), [("qwen3_5", 1)] + [at_night("llama", seed) for seed in range(2, 6)]
+    ("family", "seed"),
+    [at_night("qwen3_5", 1)] + [at_night("llama", seed) for seed in range(2, 6)],
 )
 def test_rows_after_loads_late(
     family: str,

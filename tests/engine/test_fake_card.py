@@ -335,7 +335,7 @@ def run_full_steps(core: EngineCore, storage_dtype: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("asynchronous", "dtype"), [(True, "bfloat16"), at_night(False, "float32")]
+    ("asynchronous", "dtype"), [at_night(True, "bfloat16"), at_night(False, "float32")]
 )
 def test_no_request_takes_more_memory_than_was_measured(
     asynchronous: bool,

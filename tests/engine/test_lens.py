@@ -91,6 +91,7 @@ def test_rows_of_generate_and_chat(family: str, checkpoint: Checkpoint) -> None:
         assert torch.equal(rows[0], sample.hidden_states[:, 0])
 
 
+@pytest.mark.exhaustive
 def test_a_stop_string_and_kinds_of_output(checkpoint: Checkpoint) -> None:
     """Tokens after a stop string have no rows; only the last of several outputs has rows."""
     with engine(checkpoint("llama")) as llm:

@@ -110,6 +110,7 @@ print(sizes[1] - sizes[0])
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(not unpacks_weights(torch.device("cpu")), reason="weights are dequantised")
 def test_four_bits_take_the_memory_of_four_bits(tmp_path: Path) -> None:
     """Memory of the process, beyond what it takes with a tiny model."""

@@ -157,6 +157,7 @@ def test_adapters_come_and_go(server: LiveServer, reference: LLM, folder: Path) 
     assert post(server, model="a", prompt=IDS[0], **GREEDY)
 
 
+@pytest.mark.exhaustive
 def test_what_is_off(
     tiny_llama: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -29,6 +29,7 @@ def sockets_folder(server: ServeProcess) -> Path:
     return folder
 
 
+@pytest.mark.exhaustive
 def test_a_server_after_another(
     tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

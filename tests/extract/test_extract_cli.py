@@ -259,6 +259,7 @@ def test_killed_and_interrupted(
     assert digests(tmp_path) == undisturbed
 
 
+@pytest.mark.exhaustive
 def test_two_engines_are_terminated(tiny_llama: Path, data: Path, tmp_path: Path) -> None:
     arguments = command(tiny_llama, data, tmp_path, "--data-parallel-size", "2")
     process = start(arguments)

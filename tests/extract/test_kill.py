@@ -15,7 +15,7 @@ import torch
 
 from tests.extract.job_harness import digests, run, token_lists, write_token_ids
 
-NUM_KILLS = 20
+NUM_KILLS = 12
 _TOUCHING_THE_DISK = ("open", "fsync", "pwrite", "replace", "rename", "unlink", "mkdir", "close")
 """Between two of these nothing on the disk changes; so killing before each is killing anywhere."""
 VARYING = 8

@@ -35,7 +35,12 @@ async def ask_all(url: str, prompts: list[Any]) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize(
     ("family", "num_requests", "longest"),
-    [("qwen3_5", 32, 400), at_night("qwen3_5", 64, 2000), at_night("llama", 64, 2000)],
+    [
+        ("qwen3_5", 16, 200),
+        at_night("qwen3_5", 32, 400),
+        at_night("qwen3_5", 64, 2000),
+        at_night("llama", 64, 2000),
+    ],
 )
 def test_concurrent_requests(
     family: str, num_requests: int, longest: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]

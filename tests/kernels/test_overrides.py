@@ -15,6 +15,8 @@ from triton_device import DEVICE, HAS_TRITON
 from vllm.ops.operation import Operation, TensorStruct
 
 OPERATIONS, CASES = every_operation(), every_case()
+SLOW_IN_TRITON = ("paged_attention", "state_space_scan")
+"""Operations whose cases take its interpreter long; by day others run them on fewer."""
 _DIMENSIONS_OF_PANELS = {"linear": 4, "expert_linear": 5}
 
 
@@ -68,7 +70,13 @@ def test_native(name: str, native: Kernels, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="the interpreter compares on the CPU")
-@pytest.mark.parametrize("name", overridden(triton_kernels) if HAS_TRITON else [])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.exhaustive) if name in SLOW_IN_TRITON else name
+        for name in (overridden(triton_kernels) if HAS_TRITON else [])
+    ],
+)
 def test_triton(name: str) -> None:
     kernels = triton_kernels()
     for case in CASES[name](torch.float32):

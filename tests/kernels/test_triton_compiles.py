@@ -119,6 +119,7 @@ def test_requests_bring_about_no_form_that_the_start_did_not(tmp_path: Path) -> 
     assert load and load <= first | second
 
 
+@pytest.mark.exhaustive
 def test_forms_that_serve_the_same_row_compute_alike(tmp_path: Path) -> None:
     """In batches of other sizes: what four warps do is the same, and what one element is made of.
 
@@ -173,6 +174,7 @@ def test_kernels_compile(forms: str, capability: int, tmp_path: Path) -> None:
     assert not {form: texts for form, texts in found.items() if texts}
 
 
+@pytest.mark.exhaustive
 def test_costs_that_are_planted_are_noticed(tmp_path: Path) -> None:
     """Rows that begin at odd elements are read one by one, and products wait for them; tiles twice
     as large fill registers."""

@@ -140,6 +140,7 @@ def test_a_tokenizer_that_changes_makes_other_samples(
     assert not torch.equal(first[0].token_ids, second[0].token_ids)
 
 
+@pytest.mark.exhaustive
 def test_samples_that_may_differ_each_time_are_not_stored(
     arguments: AsyncEngineArgs, tmp_path: Path, computed: Computed
 ) -> None:

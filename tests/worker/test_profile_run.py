@@ -10,6 +10,7 @@ import pytest
 
 from tests.engine.fake_card import fake_card
 from tests.engine.harness import core_of, engine, extraction_config, greedy, random_prompts
+from tests.grids import at_night
 from tests.worker.test_recorded_steps import Recorder
 from vllm import LLM
 from vllm.ops.cuda import triton_attention
@@ -92,7 +93,7 @@ def test_the_cpu_needs_no_profile_run() -> None:
 MIB = 2**20
 
 
-@pytest.mark.parametrize("eager", [False, True], ids=["graphs", "eager"])
+@pytest.mark.parametrize("eager", [at_night(False, id="graphs"), pytest.param(True, id="eager")])
 def test_recorded_steps_and_attention_are_counted(
     eager: bool, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
