@@ -150,7 +150,12 @@ class MultiprocExecutor(UniProcExecutor):
             config = copy.copy(self._config)
             config.parallel_config = replace(parallel, rank=other.rank)
             models = ModelRegistry.snapshot()
-            other.send(RankSettings(config, other.rank, file, models, log_format()))
+            try:
+                other.send(RankSettings(config, other.rank, file, models, log_format()))
+            except BrokenPipeError:
+                raise RankDiedError(
+                    f"the process of rank {other.rank} ended before it started; its log says why"
+                ) from None
             threading.Thread(target=self._watch, args=(other,), daemon=True).start()
 
     def determine_available_memory(self) -> int:
