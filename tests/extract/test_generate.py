@@ -136,7 +136,7 @@ def check_columns(sample: HiddenStatesSample, answer: str, record: Any) -> None:
         assert columns["text"] == record["text"] + answer
 
 
-@pytest.mark.parametrize("form", ["sharded", at_night("files")])
+@pytest.mark.parametrize("form", [at_night("sharded"), at_night("files")])
 def test_any_worker_and_a_second_run_make_the_same_bytes(
     form: str, checkpoint: Checkpoint, data: Path, tmp_path: Path
 ) -> None:

@@ -117,6 +117,7 @@ def test_the_limit_counts_everything_in_the_folder(
         assert indices(dataset) == list(range(8))
 
 
+@pytest.mark.exhaustive
 def test_a_tokenizer_that_changes_makes_other_samples(
     checkpoint: Checkpoint, tmp_path: Path, computed: Computed
 ) -> None:
