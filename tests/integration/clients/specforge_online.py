@@ -38,7 +38,7 @@ SCHEMA = ServerCaptureSchema(
     passthrough=(("input_ids", "input_ids", ()), ("loss_mask", "loss_mask", ())),
     attention_mask_feature="attention_mask",
 )
-"""That of EAGLE-3."""
+"""The layers that EAGLE-3 reads."""
 
 
 def make_tasks() -> list[PromptTask]:
