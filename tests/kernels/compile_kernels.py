@@ -20,7 +20,7 @@ Prints a line of JSON for each form: the release of Triton; the kernel, its cons
 of its arguments; its instructions, bytes of shared memory, registers of a thread, bytes of a thread
 that do not fit into registers, how many instructions of innermost loops write and read such bytes,
 how many wait for the whole program; how many compute, by their names, in all of it and in each such
-loop that does; how many of its exponentials are computed beside products; how many programs a
+loop that does; what the compiler lost or overwrote (``compiled_faults``); how many programs a
 multiprocessor holds at once, and how many instructions read from global memory, 16 bytes of a
 thread at once or fewer.
 """
@@ -37,6 +37,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import triton
+from compiled_faults import lost_values, overwritten_operands
 from launched_forms import (
     launch_alike,
     launch_all,
@@ -148,7 +149,8 @@ def _resources(compiled: Any, capability: int) -> dict[str, Any]:
         "barriers_in_loops": in_loops["BAR"],
         "arithmetic": _arithmetic(_names(code)),
         "arithmetic_of_loops": sorted(filter(None, map(_arithmetic, counts)), key=str),
-        "functions_beside_products": sum(map(_functions_beside_products, loops)),
+        "lost_values": lost_values(compiled.asm["ttir"], compiled.asm["ttgir"]),
+        "overwritten_operands": overwritten_operands(compiled.asm["ptx"]),
         "programs_at_once": multiprocessor.programs_at_once(warps, found["REG"], shared),
         **_count_loads(code),
     }
@@ -203,19 +205,6 @@ def _innermost_loops(code: str) -> list[list[str]]:
         for first, last in loops
         if not any((a, b) != (first, last) and first <= a and b <= last for a, b in loops)
     ]
-
-
-def _functions_beside_products(loop: list[str]) -> int:
-    """Exponentials and the like of a turn that are begun while a product of Hopper's tensor cores,
-    which works by itself until it is waited for, may be under way."""
-    count, is_multiplying = 0, False
-    for name in loop * 2:  # products of one turn go on in the next one
-        if name.startswith("HGMMA"):
-            is_multiplying = True
-        elif name.startswith("WARPGROUP.DEPBAR"):
-            is_multiplying = False
-        count += is_multiplying and name.startswith("MUFU")
-    return count // 2
 
 
 class _Recorder:

@@ -26,26 +26,26 @@ MOST_NARROW_LOADS = {
     "_combine_kernel": 36,
     "_conv_kernel": 25,
     "_copy_kernel": 2,
-    "_delta_kernel": 13,
+    "_delta_kernel": 14,
     "_expert_kernel": 8,
     "_gate_kernel": 2,
-    "_head_scan_kernel": 15,
-    "_mlstm_gates_kernel": 14,
-    "_mlstm_memory_kernel": 14,
+    "_head_scan_kernel": 16,
+    "_mlstm_gates_kernel": 15,
+    "_mlstm_memory_kernel": 15,
     "_norm_rotary_kernel": 29,
-    "_recurrence_kernel": 16,
+    "_recurrence_kernel": 14,
     "_rms_norm_kernel": 1,
     "_rotary_kernel": 25,
-    "_scan_kernel": 15,
-    "_wkv_kernel": 16,
+    "_scan_kernel": 16,
+    "_wkv_kernel": 17,
     "_write_kv_kernel": 3,
     "prepare_kernel": 19,
-    "scan_kernel": 53,
-    "step_kernel": 21,
+    "scan_kernel": 54,
+    "step_kernel": 22,
 }
 """Instructions that read fewer than 16 bytes of a thread: a step's metadata, numbers of a row or
 of a head, and rows of sizes or beginnings that are no multiples of 16 bytes. The most of Triton 3.6
-and 3.7 (of ``scan_kernel`` 53 and 25)."""
+and 3.7 (of ``scan_kernel`` 54 and 26)."""
 WITHOUT_WIDE_LOADS = {
     "_combine_kernel",
     "_conv_kernel",
@@ -82,6 +82,8 @@ def faults(form: dict[str, Any], capability: int) -> list[str]:
         found.append(f"{form['shared']} bytes of shared memory")
     if form["instructions"] < LEAST_INSTRUCTIONS:
         found.append("is a trap")
+    found += [f"loses the {kind} of a loop" for kind in form["lost_values"]]
+    found += [f"overwrites {register} early" for register in form["overwritten_operands"]]
     return found + (_costs(form) if capability == 90 else [])
 
 
@@ -97,7 +99,6 @@ def _costs(form: dict[str, Any]) -> list[str]:
     least = {
         "programs_at_once": programs.get(kernel, 8),
         "wide_loads": 0 if kernel in WITHOUT_WIDE_LOADS else 1,
-        "functions_beside_products": int("overlaps=True" in form["form"]),
     }
     found = [f"{form[what]} {what}, at most {n}" for what, n in most.items() if form[what] > n]
     found += [f"{form[what]} {what}, at least {n}" for what, n in least.items() if form[what] < n]

@@ -184,7 +184,6 @@ def test_costs_that_are_planted_are_noticed(tmp_path: Path) -> None:
         ("_rms_norm_kernel", "narrow_loads,"),
         ("_rms_norm_kernel", "wide_loads,"),
         ("_attention_kernel", "narrow_loads,"),
-        ("_attention_kernel", "functions_beside_products,"),
         ("step_kernel", "programs_at_once,"),
         ("_conv_kernel", "programs_at_once,"),
     }

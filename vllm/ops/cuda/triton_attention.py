@@ -23,7 +23,7 @@ import triton.language as tl
 
 from vllm.ops import attention
 from vllm.ops.cuda import cards
-from vllm.ops.cuda.triton_attention_tiles import visit_tiles, visit_whole_tiles
+from vllm.ops.cuda.triton_attention_tiles import visit_tiles
 from vllm.ops.layout import SequenceLayout
 
 SPLIT_KEYS = 2048
@@ -41,8 +41,6 @@ class _TileShape(NamedTuple):
     keys: int
     num_warps: int
     num_stages: int
-    overlaps: bool = False
-    """True if products of a whole tile overlap with the softmax of another; this changes no bit."""
 
 
 def _tile_shape(dtype: torch.dtype, padded_head: int, rows_of_longest: int) -> _TileShape:
@@ -67,7 +65,7 @@ def _tile_shape(dtype: torch.dtype, padded_head: int, rows_of_longest: int) -> _
     num_stages = 3 if padded_head <= 64 else 2
     if rows_of_longest <= 64 and cards.generation() == 9:
         return _TileShape(64, keys, 4, num_stages)
-    return _TileShape(128, keys, 8, num_stages, overlaps=cards.generation() == 9)
+    return _TileShape(128, keys, 8, num_stages)
 
 
 def attention_scratch_bytes(max_seq_len: int) -> int:
@@ -147,8 +145,6 @@ def paged_attention(
         tile_keys=shape.keys,
         split_keys=SPLIT_KEYS,
         always_masked=always_masked,
-        # With a cap, registers would spill.
-        overlaps=shape.overlaps and not (shares_values or always_masked or soft_cap is not None),
         num_warps=shape.num_warps,
         num_stages=shape.num_stages,
     )
@@ -255,7 +251,6 @@ def _attention_kernel(
     tile_keys: tl.constexpr,
     split_keys: tl.constexpr,
     always_masked: tl.constexpr,
-    overlaps: tl.constexpr,
 ):
     """Program (tile of queries from the back, KV head and slice of its group, part)."""
     tile_tokens: tl.constexpr = tile_rows // packed_heads
@@ -316,15 +311,8 @@ def _attention_kernel(
         part_top = tl.full([tile_rows], float("-inf"), tl.float32)
         part_total = tl.zeros([tile_rows], tl.float32)
         part_acc = tl.zeros([tile_rows, padded_value], tl.float32)
-        if overlaps:
-            part_top, part_total, part_acc = visit_whole_tiles(
-                *(part_top, part_total, part_acc, rows),
-                *(begin_tile, tl.minimum(stop_tile, whole_end), kv_start, table),
-                *(block_stride, page_stride, token_stride, factor),
-                *(main_size, value_offset, value_size, pages_per_block, page_tokens, tile_keys),
-            )
-        # First the tiles that every query sees whole, unless they were visited above; then others.
-        for masked in tl.static_range(overlaps or always_masked, 2):
+        # First the tiles that every query sees whole, then the others.
+        for masked in tl.static_range(always_masked, 2):
             part_top, part_total, part_acc = visit_tiles(
                 *(part_top, part_total, part_acc, rows),
                 tail_rows,

@@ -27,7 +27,7 @@ import triton.language as tl
 
 from vllm.ops.cuda.triton_recurrent_pieces import chunks_before, find_tile, split_request
 from vllm.ops.cuda.triton_recurrent_step import gates
-from vllm.ops.cuda.triton_walk import next_stop
+from vllm.ops.cuda.triton_walk import last_stop, next_stop
 
 
 @triton.jit
@@ -242,12 +242,13 @@ def scan_kernel(
         state = tl.load(own + inner, mask=mask & known, other=0.0)
         first = tl.load(snapshot_start + request)
         last = tl.load(snapshot_start + request + 1)
-        done = num_chunks * 0  # 0, of the type of the counts
         for s in range(first, last + 1):  # the last turn goes to the end, for its own block
             kept, block = next_stop(
                 s, last, before + num_chunks * chunk, own_block, snapshot_tokens, snapshot_blocks
             )
             kept -= before
+            known_chunks = tl.maximum(last_stop(s, first, snapshot_tokens) - before, 0) // chunk
+            done = tl.minimum(known_chunks, num_chunks)
             until = tl.maximum(tl.minimum(kept // chunk, num_chunks), done)
             for _ in range(done, until):
                 query = token + key_head
@@ -284,6 +285,5 @@ def scan_kernel(
                 target += chunk * out_stride
                 square += num_v_heads * 4 * chunk * chunk
                 vector += num_v_heads * 4 * chunk
-            done = until
             if (kept > 0) & (kept <= num_chunks * chunk):
                 tl.store(cells + block * block_stride + inner, state, mask=mask)

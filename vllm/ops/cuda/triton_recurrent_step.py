@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from vllm.ops.cuda.triton_recurrent_pieces import split_request
-from vllm.ops.cuda.triton_walk import next_stop, softplus
+from vllm.ops.cuda.triton_walk import last_stop, next_stop, softplus
 
 
 @triton.jit
@@ -132,16 +132,15 @@ def step_kernel(
         known = (tl.load(has_states + request) != 0) | after_chunks
         own = states + own_block.to(tl.int64) * block_stride
         state = tl.load(own, mask=mask & known, other=0.0)
-        t = start
         for i in range(first, last + 1):  # the last turn goes to the end, for its own block
             kept, block = next_stop(i, last, stop, own_block, snapshot_tokens, snapshot_blocks)
+            t = tl.minimum(tl.maximum(last_stop(i, first, snapshot_tokens), start), stop)
             until = tl.maximum(tl.minimum(kept, stop), t)
             state = _walk(
                 *(state, t, until, query, value, a, b, out, row < dk, column < dv),
                 *(qkv_stride, a_stride, b_stride, out_stride, rate, bias),
                 *(num_k_heads * dk, scale, beta_scale, True),
             )
-            t = until
             if (kept > start) & (kept <= stop):
                 tl.store(states + block * block_stride, state, mask=mask)
     if after_chunks:

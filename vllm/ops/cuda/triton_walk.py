@@ -80,6 +80,16 @@ def next_stop(i, last, end, own_block, snapshot_tokens, snapshot_blocks):
 
 
 @triton.jit
+def last_stop(i, first, snapshot_tokens):
+    """The token at which the walk to the i-th stop begins: that of the stop before, or 0.
+
+    It is read anew each time. Triton 3.6 and 3.7 lose an integer that a loop carries as the bound
+    of a loop inside it: it keeps its first value, so that all tokens are walked again.
+    """
+    return tl.load(snapshot_tokens + i - 1, mask=i > first, other=0)
+
+
+@triton.jit
 def _stored(place, block, known):
     cells, stride, inside, absent = place
     return tl.load(cells + block * stride, mask=inside & known, other=absent)
@@ -102,14 +112,12 @@ def walk(take: tl.constexpr, inputs, places, tables):
         state = [_stored(place, own_block.to(tl.int64), known) for place in places]
         first = tl.load(tables.snapshot_start + request)
         last = tl.load(tables.snapshot_start + request + 1)
-        token = begin
         snapshots = (tables.snapshot_tokens, tables.snapshot_blocks)
         for i in range(first, last + 1):
             until, block = next_stop(i, last, end - begin, own_block, *snapshots)
-            until += begin
-            for t in range(token, until):
+            start = last_stop(i, first, tables.snapshot_tokens)
+            for t in range(begin + start, begin + until):
                 state = take(state, t, inputs)
-            token = until
             for n in tl.static_range(len(places)):
                 cells, stride, inside, _ = places[n]
                 tl.store(cells + block * stride, state[n], mask=inside)
