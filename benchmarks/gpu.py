@@ -578,6 +578,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             try:
                 for row in ROWS[name](bench):
                     rows.append(row)
+                    write_json(options, rows)  # a run that is stopped keeps what it measured
                     verdict = ("met" if row.is_met else "MISSED") if row.target else ""
                     line = f"{row.work:60}{row.measured:>20}  {row.target:<30}{verdict:8}{row.note}"
                     print(line.rstrip(), flush=True)
@@ -585,12 +586,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 num_failed += 1
                 print(f"{name}: FAILED\n{traceback.format_exc()}", flush=True)
             print(f"{name}: {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
-    if options.json is not None:
-        device = torch.cuda.get_device_name() if options.device == "cuda" else "cpu"
-        document = {"device": device, "torch": torch.__version__,
-                    "rows": [dataclasses.asdict(row) for row in rows]}  # fmt: skip
-        options.json.write_text(json.dumps(document, indent=2) + "\n")
     return 1 if num_failed else 0
+
+
+def write_json(options: argparse.Namespace, rows: Sequence[Row]) -> None:
+    if options.json is None:
+        return
+    device = torch.cuda.get_device_name() if options.device == "cuda" else "cpu"
+    document = {"device": device, "torch": torch.__version__,
+                "rows": [dataclasses.asdict(row) for row in rows]}  # fmt: skip
+    options.json.write_text(json.dumps(document, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -27,8 +27,9 @@ from typing import IO, TextIO, cast
 
 ROOT = Path(__file__).resolve().parent.parent
 TOTAL_SECONDS = 560
-TEST_SECONDS = 240
-"""Seconds of the total that tests get when the benchmark runs too."""
+"""Seconds of everything, unless ``--seconds`` says otherwise."""
+TEST_SHARE = 3 / 7
+"""Share of the total that tests get when the benchmark runs too."""
 PEER_SECONDS = 1200
 """More, when vLLM is measured beside this engine: four rows of at most 300 s."""
 FOR_KERNELS = {"torch", "triton", "numpy", "pytest"}
@@ -51,7 +52,9 @@ KERNEL_TESTS = {
     "rows": "tests/kernels/test_device_rows.py",
 }
 """These need no package but ``FOR_KERNELS``."""
-ENGINE_TESTS = {"engine": "tests/gpu"}
+ENGINE_TESTS = {"engine": "tests/gpu --ignore=tests/gpu/test_memory.py"}
+TESTS_ALONE = {"memory": "tests/gpu/test_memory.py"}
+"""These look at the memory of the card, so that nothing runs beside them."""
 PASS = "PASS"
 SKIPPED = "SKIPPED: something that it needs is missing"
 
@@ -155,14 +158,16 @@ class Report:
 
 
 def run_tests(tests: Mapping[str, str], end: float) -> dict[str, str]:
-    """Side by side: most of their time is spent compiling, on one core each."""
+    """Side by side, on all cores: most of their time is spent compiling, on one core each."""
     pytest = ["-m", "pytest", "--tb=short", "-p", "no:cacheprovider", "--durations=5"]
+    workers = (os.cpu_count() or 1) // len(tests) if tests and find_spec("xdist") else 0
+    pytest += ["-n", str(workers)] if len(tests) > 1 < workers else []
     pytest += ["-m", ""]  # whole grids: a card is quick
     with ExitStack() as stack:
         running = []
-        for what, path in tests.items():
+        for what, arguments in tests.items():
             log = stack.enter_context(TemporaryFile("w+"))
-            running.append(Command(f"tests, {what}", [*pytest, path], log))
+            running.append(Command(f"tests, {what}", [*pytest, *arguments.split()], log))
             stack.callback(running[-1].stop)
         return {command.what: command.verdict(end) for command in running}
 
@@ -174,6 +179,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", metavar="FILE", help="the benchmark's figures")
     parser.add_argument("--peer-python", metavar="FILE", help="interpreter that has vLLM")
     parser.add_argument("--report", metavar="FILE", default="gpu-report.txt", help="all of it")
+    parser.add_argument("--seconds", type=float, metavar="N", default=TOTAL_SECONDS,
+        help="what does not end in this time is stopped (%(default)s)")  # fmt: skip
     options = parser.parse_args(arguments)
     with open(options.report, "w") as file, redirect_stdout(cast(TextIO, Report(file))):
         failed = check(options)
@@ -196,12 +203,14 @@ def check(options: argparse.Namespace) -> int:
     if options.part != "bench":
         can_run = {
             **({} if missing & FOR_KERNELS else KERNEL_TESTS),
-            **({} if missing else ENGINE_TESTS),
+            **({} if missing else ENGINE_TESTS | TESTS_ALONE),
         }
-        skipped = (KERNEL_TESTS | ENGINE_TESTS).keys() - can_run.keys()
-        seconds = TOTAL_SECONDS if options.part == "tests" else TEST_SECONDS
+        skipped = (KERNEL_TESTS | ENGINE_TESTS | TESTS_ALONE).keys() - can_run.keys()
+        seconds = options.seconds * (1 if options.part == "tests" else TEST_SHARE)
         verdicts = dict.fromkeys((f"tests, {what}" for what in sorted(skipped)), SKIPPED)
-        verdicts |= run_tests(can_run, start + seconds)
+        alone = {what: can_run.pop(what) for what in TESTS_ALONE.keys() & can_run.keys()}
+        for tests in (can_run, alone):
+            verdicts |= run_tests(tests, start + seconds)
     if options.part != "tests" and missing <= {"pytest"}:
         only = ["--only", *options.only] if options.only else []
         json = ["--json", os.path.abspath(options.json)] if options.json else []
@@ -209,7 +218,7 @@ def check(options: argparse.Namespace) -> int:
             ["--peer-python", os.path.abspath(options.peer_python)] if options.peer_python else []
         )
         speed = Command("speed", ["benchmarks/gpu.py", *only, *json, *peer])
-        end = start + TOTAL_SECONDS + (PEER_SECONDS if peer else 0)
+        end = start + options.seconds + (PEER_SECONDS if peer else 0)
         verdicts["speed"] = speed.verdict(end)
     elif options.part != "tests":
         verdicts["speed"] = SKIPPED

@@ -8,14 +8,17 @@ import pytest
 
 from benchmarks import gpu_check
 
+TESTS = {"tests, kernels", "tests, engine", "tests, memory"}
+
 
 @pytest.fixture
 def parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Tests that pass in the place of the real ones, and nothing that is missing."""
-    for name in ("kernels", "engine"):
+    for name in ("kernels", "engine", "memory"):
         (tmp_path / f"test_{name}.py").write_text("def test_it():\n    print('ran')\n")
     monkeypatch.setattr(gpu_check, "KERNEL_TESTS", {"kernels": str(tmp_path / "test_kernels.py")})
     monkeypatch.setattr(gpu_check, "ENGINE_TESTS", {"engine": str(tmp_path / "test_engine.py")})
+    monkeypatch.setattr(gpu_check, "TESTS_ALONE", {"memory": str(tmp_path / "test_memory.py")})
     monkeypatch.setattr(gpu_check, "report_machine", set)
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -28,7 +31,7 @@ def table_of(printed: str) -> dict[str, str]:
 
 def test_all_pass(parts: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert gpu_check.main(["tests"]) == 0
-    assert table_of(capsys.readouterr().out) == {"tests, kernels": "PASS", "tests, engine": "PASS"}
+    assert table_of(capsys.readouterr().out) == dict.fromkeys(TESTS, "PASS")
 
 
 def test_a_failure_is_shown_and_is_the_exit_status(
@@ -42,7 +45,7 @@ def test_a_failure_is_shown_and_is_the_exit_status(
     printed = capsys.readouterr().out
     assert "assert 128 < 100" in printed
     verdicts = table_of(printed)
-    assert verdicts.pop("tests, kernels") == "PASS"
+    assert [verdicts.pop(f"tests, {name}") for name in ("kernels", "memory")] == ["PASS"] * 2
     (verdict,) = verdicts.values()
     assert verdict.startswith("FAIL: exit status 1; first ")
     assert verdict.endswith("test_engine.py::test_it[128]")
@@ -83,8 +86,8 @@ def test_vllm_is_measured_where_it_is_named(
 @pytest.mark.parametrize(
     ("missing", "skipped"),
     [
-        ({"xxhash"}, {"tests, engine", "speed"}),
-        ({"triton"}, {"tests, engine", "tests, kernels", "speed"}),
+        ({"xxhash"}, {"tests, engine", "tests, memory", "speed"}),
+        ({"triton"}, {*TESTS, "speed"}),
     ],
 )
 def test_what_cannot_run_is_skipped_and_said(
@@ -100,7 +103,7 @@ def test_what_cannot_run_is_skipped_and_said(
     assert f"missing: {', '.join(missing)}" in printed
     table = table_of(printed)
     assert {what for what, verdict in table.items() if verdict.startswith("SKIPPED")} == skipped
-    assert set(table) == {"tests, kernels", "tests, engine", "speed"}
+    assert set(table) == {*TESTS, "speed"}
 
 
 def test_without_a_card_it_says_so(
