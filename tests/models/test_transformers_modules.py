@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.engine.harness import (
+    core_of,
     engine,
     extraction_config,
     greedy,
@@ -206,6 +207,17 @@ def test_one_number_that_is_not_finite_is_noticed_at_the_start(
         engine(tmp_path, **OPTIONS),
     ):
         pass
+
+
+@pytest.mark.parametrize("family", ["nemotron_h", "granite_moe_hybrid"])
+def test_sixteen_bits_hide_no_wrong_way(family: str, tmp_path: Path) -> None:
+    """Continuing these modules' states is wrong by a tenth where their limits of time bind."""
+    folder = make_own_checkpoint(tmp_path / "checkpoint", family)
+    ways = []
+    for dtype in ("float32", "bfloat16"):
+        with engine(folder, **OPTIONS, dtype=dtype) as llm:
+            ways.append(core_of(llm).executor.worker.model_runner.model.way)
+    assert ways[0] == ways[1]
 
 
 def test_a_bidirectional_module_is_refused(tmp_path: Path) -> None:

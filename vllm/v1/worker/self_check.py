@@ -32,10 +32,14 @@ _STEPS = ((12, 9), (4, 0), *((1, 0),) * 5)
 """Tokens of each prompt in each step."""
 _MOST_ERROR = 1e-3
 """Largest error of a row in float32, as a share of its layer's root mean square."""
-_MOST_ERROR_16_BIT = 0.04
-_MORE_EACH_LAYER = 0.02
-_MOST_AFTER_ALL_LAYERS = 0.25
-"""Largest errors of a chunk's middle row in 16 bits: roundings add up from layer to layer."""
+_MOST_ERROR_16_BIT = 0.02
+_MORE_EACH_LAYER = 0.01
+_MOST_AFTER_ALL_LAYERS = 0.125
+"""Largest errors of a chunk's middle row in 16 bits: roundings add up from layer to layer.
+
+Of 404 ways to run 89 families in bfloat16, the right ones are at most 0.56 of them away and the
+wrong ones at least 1.9.
+"""
 _FEWEST_ROWS = 4
 """Rows of the smallest chunk whose middle row is meaningful."""
 _SEED = 5
