@@ -120,6 +120,10 @@ class RowAdapters(Protocol):
         """Return those of products that have only some rows, or have them repeatedly."""
         ...
 
+    def of_use(self, use: int) -> RowAdapters:
+        """Return those of one use of modules that several layers share."""
+        ...
+
 
 @dataclass(frozen=True)
 class ForwardContext:
@@ -191,10 +195,14 @@ def set_forward_context(context: ForwardContext) -> Iterator[ForwardContext]:
 def only_rows(rows: torch.Tensor | slice) -> AbstractContextManager[object]:
     """Return a block whose products have only some rows of the pass, or have them repeatedly."""
     adapters = current_adapters()
-    return nullcontext() if adapters is None else _only(adapters, rows)
+    return nullcontext() if adapters is None else _with_adapters(adapters.part(rows))
 
 
-@contextmanager
-def _only(adapters: RowAdapters, rows: torch.Tensor | slice) -> Iterator[None]:
-    with set_forward_context(replace(get_forward_context(), adapters=adapters.part(rows))):
-        yield
+def one_use(use: int) -> AbstractContextManager[object]:
+    """Return a block that is one use of modules that several layers share."""
+    adapters = current_adapters()
+    return nullcontext() if adapters is None else _with_adapters(adapters.of_use(use))
+
+
+def _with_adapters(adapters: RowAdapters) -> AbstractContextManager[object]:
+    return set_forward_context(replace(get_forward_context(), adapters=adapters))

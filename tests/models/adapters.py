@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,6 @@ def write_adapter(
     alpha: int = 8,
     ranks: dict[str, int] | None = None,
     alphas: dict[str, int] | None = None,
-    takes: Callable[[str], bool] = lambda name: True,
     strength: float = 0.5,
     with_experts: bool = False,
     with_ends: bool = False,
@@ -43,8 +41,6 @@ def write_adapter(
     weights = linear_weights(model) | (expert_weights(model) if with_experts else {})
     weights |= end_weights(model) if with_ends else {}
     for name, weight in weights.items():
-        if not takes(name):
-            continue
         outputs, inputs = weight.shape
         own = _value(name, rank, ranks)
         scale = _scale(own, _value(name, alpha, alphas), bool(options.get("use_rslora")))
@@ -84,7 +80,7 @@ def linear_weights(model: Any) -> dict[str, torch.Tensor]:
     found = {}
     head = model.get_output_embeddings()
     for name, module in model.named_modules():
-        if module is head or "visual" in name or "vision" in name:
+        if module is head or re.search("visual|vision|multi_modal", name):
             continue
         if isinstance(module, Conv1D):
             found[name] = module.weight.data.t()
@@ -105,22 +101,23 @@ def end_weights(model: Any) -> dict[str, torch.Tensor]:
 def write_table_adapter(
     folder: Path, checkpoint: Path, seed: int, *, rank: int, is_old: bool, strength: float = 0.5
 ) -> None:
-    """Write an adapter of the experts' parameters (``target_parameters``), as PEFT does: lora_A
-    is for the inputs, and before 0.19 for the second axis of the parameter, whatever it is."""
+    """Write an adapter of the experts' parameters and of routers (``target_parameters``), as PEFT
+    does: lora_A is for the inputs, and before 0.19 for the second axis of experts' parameters,
+    whatever it is."""
     generator, tensors = torch.Generator().manual_seed(seed), {}
-    tables = expert_tables(load_reference(checkpoint))
+    model = load_reference(checkpoint)
+    tables, routers = expert_tables(model), router_weights(model)
     leaves = list(dict.fromkeys(name.rpartition(".")[2] for name in tables))
-    for name, table in tables.items():
-        module, _, leaf = name.rpartition(".")
-        # The first one becomes the base of the second.
-        path = module + (".base_layer" if leaf == leaves[0] and len(leaves) > 1 else "")
-        first, second = _axes(checkpoint, is_old)
-        experts, sizes = len(table), table.shape
-        down = torch.randn(experts * rank, sizes[first], generator=generator)
-        up = torch.randn(sizes[second], rank * experts, generator=generator)
+    for name, table in (tables | routers).items():
+        experts = len(table) if name in tables else 1
+        first, second = _axes(model, name, is_old) if name in tables else (1, 0)
+        down = torch.randn(experts * rank, table.shape[first], generator=generator)
+        up = torch.randn(table.shape[second], rank * experts, generator=generator)
         up *= table.std() * strength / 2 / math.sqrt(rank)
+        path = _wrapped_path(name, leaves)
         tensors[f"base_model.model.{path}.lora_A.weight"] = down
         tensors[f"base_model.model.{path}.lora_B.weight"] = up
+    targets = [".".join(name.split(".")[-2:]) for name in (*tables, *routers)]
     folder.mkdir(parents=True)
     config = {
         "peft_type": "LORA",
@@ -128,7 +125,7 @@ def write_table_adapter(
         "lora_alpha": 2 * rank,
         "bias": "none",
         "target_modules": [],
-        "target_parameters": [f"experts.{leaf}" for leaf in leaves],
+        "target_parameters": list(dict.fromkeys(targets)),
         "peft_version": "0.18.1" if is_old else "0.21.2",
     }
     (folder / "adapter_config.json").write_text(json.dumps(config))
@@ -140,16 +137,18 @@ def write_merged_tables(folder: Path, checkpoint: Path, adapter: Path, *, is_old
     model = load_reference(checkpoint)
     tensors = load_file(adapter / "adapter_model.safetensors")
     config = json.loads((adapter / "adapter_config.json").read_text())
-    leaves = [one.rpartition(".")[2] for one in config["target_parameters"]]
-    first, _ = _axes(checkpoint, is_old)
-    for name, table in expert_tables(model).items():
-        module, _, leaf = name.rpartition(".")
-        path = module + (".base_layer" if leaf == leaves[0] and len(leaves) > 1 else "")
+    targets = [one.split(".") for one in config["target_parameters"]]
+    leaves = [leaf for module, leaf in targets if module == "experts"]
+    for name, table in (expert_tables(model) | router_weights(model)).items():
+        path = _wrapped_path(name, leaves)
         down = tensors.pop(f"base_model.model.{path}.lora_A.weight")
         up = tensors.pop(f"base_model.model.{path}.lora_B.weight")
+        if table.dim() == 2:
+            table += 2 * up @ down
+            continue
+        first, _ = _axes(model, name, is_old)
         down, up = down.view(len(table), -1, down.shape[1]), up.view(len(up), -1, len(table))
-        change = torch.einsum("ore,eri->eoi" if first == 2 else "ore,eri->eio", up, down)
-        table += 2 * change
+        table += 2 * torch.einsum("ore,eri->eoi" if first == 2 else "ore,eri->eio", up, down)
     assert not tensors
     model.save_pretrained(folder)
     save_tokenizer(folder)
@@ -165,11 +164,29 @@ def expert_tables(model: Any) -> dict[str, torch.Tensor]:
     }
 
 
-def _axes(checkpoint: Path, is_old: bool) -> tuple[int, int]:
+def router_weights(model: Any) -> dict[str, torch.Tensor]:
+    """[experts, hidden] of routers that are not linear modules in transformers, by their paths."""
+    return {
+        f"{name}.weight": module.weight.data
+        for name, module in model.named_modules()
+        if name.endswith((".gate", ".router"))
+        and not isinstance(module, torch.nn.Linear)
+        and "weight" in dict(module.named_parameters(recurse=False))
+    }
+
+
+def _wrapped_path(name: str, leaves: list[str]) -> str:
+    """The path at which PEFT stores a parameter's adapter: that of its module, whose first
+    parameter becomes the base of the second."""
+    module, _, leaf = name.rpartition(".")
+    is_base = len(leaves) > 1 and leaf == leaves[0]
+    return f"{module}.base_layer" if is_base else module
+
+
+def _axes(model: Any, name: str, is_old: bool) -> tuple[int, int]:
     """The axes of a parameter [experts, ., .] of which lora_A and lora_B are."""
-    model_type = json.loads((checkpoint / "config.json").read_text())["model_type"]
-    knows_transposed = model_type == "gpt_oss"  # of transformers' classes
-    return (1, 2) if is_old or knows_transposed else (2, 1)
+    module = model.get_submodule(name.rpartition(".")[0])
+    return (1, 2) if is_old or getattr(module, "is_transposed", False) else (2, 1)
 
 
 def expert_weights(model: Any) -> dict[str, torch.Tensor]:
@@ -195,6 +212,8 @@ def expert_weights(model: Any) -> dict[str, torch.Tensor]:
 def write_merged(folder: Path, checkpoint: Path, adapter: Path) -> Path:
     """Write the checkpoint with ``weight + scale * lora_B @ lora_A`` instead of each weight."""
     model = load_reference(checkpoint)
+    if model.config.model_type.startswith("zamba"):
+        _untie(model)
     tensors = load_file(adapter / "adapter_model.safetensors")
     config = json.loads((adapter / "adapter_config.json").read_text())
     ends = end_weights(model)
@@ -214,6 +233,17 @@ def write_merged(folder: Path, checkpoint: Path, adapter: Path) -> Path:
     model.save_pretrained(folder)
     save_tokenizer(folder)
     return folder
+
+
+def _untie(model: Any) -> None:
+    """Give each use of a block its own weights, as transformers has it without tied embeddings."""
+    seen = set()
+    for module in model.modules():
+        for leaf, parameter in module.named_parameters(recurse=False):
+            if parameter in seen:
+                setattr(module, leaf, torch.nn.Parameter(parameter.detach().clone()))
+            seen.add(parameter)
+    model.config.tie_word_embeddings = False
 
 
 def _scale(rank: int, alpha: int, is_stable: bool) -> float:

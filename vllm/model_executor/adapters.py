@@ -32,7 +32,7 @@ from vllm.model_executor.model_loader.adapter_files import (
     Pair,
     read_adapter,
 )
-from vllm.model_executor.models.interfaces import FindsWeights
+from vllm.model_executor.models.interfaces import FindsWeights, SharesModules
 from vllm.model_executor.models.utils import WeightPlace
 from vllm.model_executor.utils import make_parameter
 
@@ -54,29 +54,36 @@ def check_takes_adapters(model: nn.Module) -> None:
 
 def load_adapter(model: nn.Module, folder: Path, max_rank: int, device: torch.device) -> Adapter:
     """Read an adapter for a finished model. ValueError: it cannot be used, or does not fit."""
-    assert isinstance(model, FindsWeights)
-    files, place_of = read_adapter(folder, max_rank), model.weight_finder()
-    finder = _Finder(model, place_of, shared_modules(model), model.floats_are_transposed)
+    files, finder = read_adapter(folder, max_rank), _make_finder(model)
     for name, values in files.tables.items():
         _check_table(name, values, finder)
-    parts: defaultdict[tuple[Weight, int], list[Change]] = defaultdict(list)
+    parts: defaultdict[tuple[Weight, int, int], list[Change]] = defaultdict(list)
     for name, pair in files.pairs.items():
         for weight, table, part in _parts_of(name, pair, files, finder, device):
-            parts[weight, table].append(part)
+            parts[weight, table, finder.use_of(name)[1]].append(part)
             weight.is_adapted = True
     return Adapter(files.digest, parts)
+
+
+def _make_finder(model: nn.Module) -> _Finder:
+    assert isinstance(model, FindsWeights)
+    find, is_transposed = model.weight_finder(), model.floats_are_transposed
+    if isinstance(model, SharesModules):
+        return _Finder(model, find, model.use_of, (), is_transposed)
+    return _Finder(model, find, lambda path: (path, 0), shared_modules(model), is_transposed)
 
 
 class _Finder(NamedTuple):
     model: nn.Module
     place_of: Callable[[str], WeightPlace | None]
+    use_of: Callable[[str], tuple[str, int]]
     shared: Collection[nn.Module]
     floats_are_transposed: bool
 
     def place(self, path: str) -> WeightPlace | None:
         """Return the place of a module's weight; a tied head has none in checkpoints."""
         head = dict(self.model.named_children()).get("lm_head")
-        found = self.place_of(f"{path}.weight")
+        found = self.place_of(f"{self.use_of(path)[0]}.weight")
         if found is None and path == "lm_head" and isinstance(head, ParallelLMHead):
             return WeightPlace("lm_head.weight", head.weight, None, lambda weight: weight)
         return found

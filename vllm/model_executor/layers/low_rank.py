@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -99,8 +99,8 @@ class Adapter:
 
     digest: str
     """Identifies its content."""
-    parts: Mapping[tuple[Weight, int], Sequence[LowRank | LowRankRows | LowRankHeads]]
-    """By weight and table of the weight."""
+    parts: Mapping[tuple[Weight, int, int], Sequence[LowRank | LowRankRows | LowRankHeads]]
+    """By weight, table of the weight, and use of the module (0, unless layers share it)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,6 +111,8 @@ class AdapterRows:
     index: torch.Tensor
     """int64 [rows] on the host: the index of each row's adapter; -1: it has none."""
     device: torch.device
+    use: int = 0
+    """The number of the use, for products of modules that several layers share."""
 
     def add(self, weight: Weight, table: int, x: torch.Tensor, out: torch.Tensor) -> None:
         """Add what adapters change in a product with a weight. x: [rows, n]; out: [rows, m]."""
@@ -124,7 +126,8 @@ class AdapterRows:
 
         RuntimeError: the product has not the rows of this pass.
         """
-        if not any((weight, table) in adapter.parts for adapter in self.adapters):
+        key = (weight, table, self.use)
+        if not any(key in adapter.parts for adapter in self.adapters):
             return
         if num_rows != len(self.index):
             raise RuntimeError(
@@ -132,13 +135,17 @@ class AdapterRows:
                 "weight are not supported"
             )
         for adapter, rows in self._groups:
-            for part in adapter.parts.get((weight, table), ()):
+            for part in adapter.parts.get(key, ()):
                 yield part, rows
 
     def part(self, rows: torch.Tensor | slice) -> AdapterRows:
         """Return those of products that have only some rows, or have them repeatedly."""
         own = self.index[rows if isinstance(rows, slice) else rows.cpu()]
-        return AdapterRows(self.adapters, own, self.device)
+        return replace(self, index=own)
+
+    def of_use(self, use: int) -> AdapterRows:
+        """Return those of one use of modules that several layers share."""
+        return replace(self, use=use)
 
     @cached_property
     def _groups(self) -> list[tuple[Adapter, torch.Tensor | None]]:

@@ -87,6 +87,17 @@ class FindsWeights(Protocol):
 
 
 @runtime_checkable
+class SharesModules(Protocol):
+    """Has modules that several layers share, and runs each use in a block ``one_use``
+    (:mod:`vllm.forward_context`), so each use has its own adapters."""
+
+    def use_of(self, path: str) -> tuple[str, int]:
+        """Return the path at the first use of a module, and the number of this use; for other
+        modules the same path and 0."""
+        ...
+
+
+@runtime_checkable
 class SkipsWeights(Protocol):
     """Does not use all tensors of its checkpoints."""
 

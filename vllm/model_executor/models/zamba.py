@@ -8,12 +8,14 @@ it; each use has its own keys and values. Zamba2 (``zamba2.py``) is made of the 
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
 
+from vllm.forward_context import one_use
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.layer import Layer
 from vllm.model_executor.layers.layernorm import RMSNorm
@@ -131,7 +133,9 @@ class HybridLayer(Layer):
         """Return the stream ``hidden_states (+ residual)``, [tokens, hidden], after this layer."""
         stream = hidden_states if residual is None else residual.add_(hidden_states)
         x = torch.cat((stream, embeddings), dim=-1)
-        shared = self.linear(self.shared_transformer(positions, x, self.use, self.attn))
+        with one_use(self.use):
+            shared = self.shared_transformer(positions, x, self.use, self.attn)
+        shared = self.linear(shared)
         mamba = self.mamba_decoder
         assert mamba.input_layernorm is not None
         return mamba.mix(positions, mamba.input_layernorm(stream + shared)), stream
@@ -184,8 +188,21 @@ class SharingForCausalLM(HybridForCausalLM):
         if not self.tied:
             return ()
         again = self._hybrid_ids[self.num_blocks(self.config) :]
-        name = self.names_in_checkpoint().get("shared_transformer", "shared_transformer")
-        return tuple(f"model.layers.{index}.{name}." for index in again)
+        return tuple(f"model.layers.{index}.{self._block_name}." for index in again)
+
+    @property
+    def _block_name(self) -> str:
+        return self.names_in_checkpoint().get("shared_transformer", "shared_transformer")
+
+    def use_of(self, path: str) -> tuple[str, int]:
+        """Return the path of a shared block's module at its first use, and the number of the use
+        of the path; for other modules the same path and 0."""
+        found = re.search(rf"(?<=layers\.)(\d+)(?=\.{self._block_name}\.)", path)
+        if found is None or int(found[0]) not in self._hybrid_ids:
+            return path, 0
+        use = self._hybrid_ids.index(int(found[0]))
+        first = self._hybrid_ids[use % len(self._shared)]
+        return f"{path[: found.start()]}{first}{path[found.end() :]}", use
 
     def make_layer(self, vllm_config: VllmConfig, index: int, prefix: str) -> nn.Module:
         config = vllm_config.model_config.hf_text_config
