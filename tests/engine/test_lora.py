@@ -36,6 +36,9 @@ Change = Callable[[Path], Any]
 PROMPTS = random_prompts(81, [5, 33, 17])
 BY_DAY = ("llama", "qwen3_5", "qwen3_5_vl", "phi3", "gpt2", "gpt_neox", "qwen3_moe", "nemotron_h")
 BY_DAY += ("zamba", "zamba2", "mixtral")
+MIXTURES = [name for name, family in FAMILIES.items() if "expert" in str(family.config)]
+MIXTURES_BY_DAY = ("qwen3_moe", "gpt_oss", "llama4", "nemotron_h", "mixtral", "granite_moe_shared")
+MIXTURES_BY_DAY += ("longcat_flash", "kimi_linear", "minimax_m2")
 
 
 def layers_of(llm: LLM) -> list[int]:
@@ -105,14 +108,15 @@ def test_single_experts(family: str, checkpoint: Checkpoint, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("family", "is_old"),
     [
-        *(("qwen3_moe", False), ("gpt_oss", False), ("llama4", False), ("nemotron_h", False)),
+        *((name, False) if name in MIXTURES_BY_DAY else at_night(name, False) for name in MIXTURES),
         *(at_night("qwen3_moe", True), at_night("llama4", True)),
     ],
 )
 def test_parameters_with_a_table_for_each_expert(
     family: str, is_old: bool, checkpoint: Checkpoint, tmp_path: Path
 ) -> None:
-    """Both of a layer's parameters, which PEFT names by their order."""
+    """Both of a layer's parameters, which PEFT names by their order, and its router; also where
+    prefixes are cached."""
     folder = checkpoint(family)
     write_table_adapter(tmp_path / "tables", folder, 3, rank=2, is_old=is_old)
     merged = write_merged_tables(tmp_path / "merged", folder, tmp_path / "tables", is_old=is_old)
@@ -122,12 +126,76 @@ def test_parameters_with_a_table_for_each_expert(
         tables = request(tmp_path / "tables")
         requests = [ExtractRequest(one, lora_request=a) for one in PROMPTS for a in (None, tables)]
         samples = list(llm.extract(requests, layers=layers))
+        again = list(llm.extract(requests, layers=layers))
+    for sample, other in zip(samples, again, strict=True):
+        assert torch.equal(sample.hidden_states, other.hidden_states)
     for alone, beside, sample in zip(plain, samples[::2], samples[1::2], strict=True):
         assert torch.equal(beside.hidden_states, alone.hidden_states)
         reference = reference_run(merged, sample.token_ids.tolist())
         for layer in layers:
             assert relative_error(sample.hidden_states[:, layer], reference.streams[layer]) <= 1e-4
         assert relative_error(sample.hidden_states, alone.hidden_states) > 1e-2
+
+
+def rows_with(llm: LLM, folders: list[Path]) -> list[torch.Tensor]:
+    """The streams of a prompt with each adapter."""
+    chosen = [request(folder, number) for number, folder in enumerate(folders, start=1)]
+    requests = [ExtractRequest(PROMPTS[1], lora_request=one) for one in chosen]
+    return [one.hidden_states for one in llm.extract(requests, layers=layers_of(llm))]
+
+
+def test_tables_named_as_in_checkpoints(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """transformers before 5 has Granite's tables in two modules, and a linear module as router.
+    Patterns name a parameter by its module and itself."""
+    folder = checkpoint("granite_moe")
+    new = tmp_path / "new"
+    write_table_adapter(new, folder, 3, rank=2, is_old=False)
+    edit_config(alpha_pattern={"router.weight": 3, "experts.down_proj": 9, "router": 1})(new)
+    old = shutil.copytree(new, tmp_path / "old")
+    tensors = load_file(new / "adapter_model.safetensors")
+    for own, written in (
+        ("experts.base_layer.", "input_linear."),
+        ("experts.", "output_linear."),
+        ("router.", "router.layer."),
+    ):
+        tensors = {name.replace(f"moe.{own}", f"moe.{written}"): t for name, t in tensors.items()}
+    save_file(tensors, old / "adapter_model.safetensors")
+    edit_config(
+        alpha_pattern={"router.layer": 3, "output_linear.weight": 9},
+        target_parameters=["input_linear.weight", "output_linear.weight"],
+    )(old)
+    plain = shutil.copytree(old, tmp_path / "plain")
+    edit_config(alpha_pattern={})(plain)
+    with engine(folder, enable_lora=True) as llm:
+        rows, others, without = rows_with(llm, [new, old, plain])
+    assert torch.equal(rows, others) and not torch.equal(rows, without)
+
+
+@pytest.mark.parametrize("leaf", ["up_proj", "down_proj"])
+def test_one_table_of_a_layer(leaf: str, checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """Names of whole paths tell which parameter it is if both have the same sizes."""
+    folder, both = checkpoint("nemotron_h"), tmp_path / "both"
+    write_table_adapter(both, folder, 3, rank=2, is_old=False)
+    tensors = load_file(both / "adapter_model.safetensors")
+    tensors = {name: tensor for name, tensor in tensors.items() if ".experts." in name}
+    is_first, kept = leaf == "up_proj", {}
+    for name, tensor in tensors.items():
+        if (".base_layer." in name) == is_first:
+            kept[name.replace(".base_layer", "")] = tensor.clone()
+        else:
+            tensor.zero_()
+    one = shutil.copytree(both, tmp_path / "one")
+    save_file(tensors, both / "adapter_model.safetensors")
+    save_file(kept, one / "adapter_model.safetensors")
+    (layer,) = {name.partition(".experts.")[0] for name in kept}
+    layer = layer.removeprefix("base_model.model.")
+    elsewhere = f"layers.1.experts.{'down_proj' if is_first else 'up_proj'}"
+    edit_config(target_parameters=[f"{layer}.experts.{leaf}", elsewhere])(one)
+    with engine(folder, enable_lora=True) as llm:
+        rows, others = rows_with(llm, [both, one])
+        (plain,) = llm.extract([PROMPTS[1]], layers=layers_of(llm))
+    assert relative_error(others, plain.hidden_states) > 1e-2
+    assert relative_error(others, rows) < 1e-6
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_5", at_night("gemma3")])

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from vllm.model_executor.layers.attention.mla_attention import LatentExpansion, LatentFactors
-from vllm.model_executor.layers.fused_moe import Experts
+from vllm.model_executor.layers.fused_moe import Experts, FusedMoE
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.low_rank import (
     EMBEDDING,
@@ -104,13 +104,13 @@ def _parts_of(
     if pair.is_embedding and place is not None and type(owner) is VocabParallelEmbedding:
         yield _rows_of_embedding(name, files.module(name, pair), owner, place, device)
         return
-    if owner is None and files.target_leaves:
+    if owner is None and files.leaves_of(path):
         yield from _parts_of_tables(name, path, pair, files, finder, device)
         return
     is_table = type(owner) is VocabParallelEmbedding
     if place is None or owner is None or is_table or pair.is_embedding:
         raise _unknown(name, finder.model)
-    module, share = files.module(name, pair), _share(owner, place)
+    module, share = files.module(files.key_of(path), pair), _share(owner, place)
     _check_shapes(name, module, share)
     convert = _transposed(place.convert) if finder.floats_are_transposed else place.convert
     weight = weight_of(place.param)
@@ -246,7 +246,7 @@ def _parts_of_tables(
     If both fit, in either direction, their order tells: the first one is the base of the second.
     """
     found = []
-    for leaf in files.target_leaves:
+    for leaf in files.leaves_of(path):
         place = finder.place_of(f"{path}.{leaf}")
         if place is None or place.shard_id is not None:
             continue
@@ -271,8 +271,21 @@ def _parts_of_tables(
         )
     by_order = len(found) - 1 - name.count(_WRAPPED)
     _, key, place, shares, whole = next((one for one in fits if one[0] == by_order), fits[0])
+    mixture = finder.model.get_submodule(place.param_name.rpartition(".experts.")[0])
+    if isinstance(mixture, FusedMoE) and mixture.num_identity_experts:
+        pair = _of_experts(pair, files.rank_of(key), mixture)
     module = files.module(key, pair, whole[0])
     yield from _low_ranks_of_tables(module, place, shares, whole, files, device)
+
+
+def _of_experts(pair: Pair, rank: int, mixture: FusedMoE) -> Pair:
+    """Cut off what belongs to identity experts, which have tables in one of transformers'
+    parameters, and do not read them."""
+    num_tables, num_experts = mixture.num_experts, mixture.experts.num_experts
+    if len(pair.a) != rank * num_tables or pair.b.shape[1] != rank * num_tables:
+        return pair
+    b = pair.b.view(len(pair.b), rank, num_tables)[:, :, :num_experts]
+    return pair._replace(a=pair.a[: rank * num_experts], b=b.flatten(1))
 
 
 def _low_ranks_of_tables(

@@ -84,11 +84,8 @@ class AdapterFiles:
 
         ValueError: the rank or the scale cannot be used.
         """
-        config, rows = self.config, len(pair.a)
-        rank = _value(name, config, "r", "rank_pattern")
+        config, rows, rank = self.config, len(pair.a), self.rank_of(name)
         alpha = _value(name, config, "lora_alpha", "alpha_pattern")
-        if not isinstance(rank, int) or rank < 1:
-            raise ValueError(f"adapter_config.json: the rank of {name!r} is {brief(rank)}")
         if not isinstance(alpha, int | float) or not math.isfinite(alpha):
             raise ValueError(f"adapter_config.json: lora_alpha of {name!r} is {brief(alpha)}")
         if rows != rank * num_tables or pair.b.shape[1] != rows:
@@ -101,10 +98,23 @@ class AdapterFiles:
         scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
         return ModuleAdapter(pair.a, pair.b, scale)
 
-    @property
-    def target_leaves(self) -> set[str]:
-        """Names of parameters that have adapters (``target_parameters``), without their modules."""
-        return {str(one).rpartition(".")[2] for one in self.config.get("target_parameters") or ()}
+    def rank_of(self, name: str) -> int:
+        """Return a module's rank. ValueError: it cannot be used."""
+        rank: object = _value(name, self.config, "r", "rank_pattern")
+        if not isinstance(rank, int) or rank < 1:
+            raise ValueError(f"adapter_config.json: the rank of {name!r} is {brief(rank)}")
+        return rank
+
+    def leaves_of(self, path: str) -> set[str]:
+        """Return the parameters of a module that have adapters (``target_parameters``), without
+        their module."""
+        targets = [str(one) for one in self.config.get("target_parameters") or ()]
+        leaves = {one: one.rpartition(".")[2] for one in targets}
+        return {leaf for one, leaf in leaves.items() if f".{path}.{leaf}".endswith(f".{one}")}
+
+    def key_of(self, path: str) -> str:
+        """Return the name to which patterns refer: that of a module, or of its parameter."""
+        return f"{path}.weight" if "weight" in self.leaves_of(path) else path
 
     @property
     def swaps_squares(self) -> bool:

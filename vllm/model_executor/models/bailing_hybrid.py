@@ -38,9 +38,10 @@ class BailingHybridForCausalLM(HybridForCausalLM):
         "mlp.router.correction": "mlp.gate.expert_bias",
     }
 
-    def published_name(self, name: str) -> str:
-        """Rename a module that has another name in transformers."""
-        return name.replace(".forget_gate.", ".")
+    module_names: ClassVar[Mapping[str, str]] = {
+        ".forget_gate.": ".",
+        ".mlp.gate.e_score_correction_bias": ".mlp.gate.expert_bias",
+    }
 
     def weights_to_skip(self) -> tuple[str, ...]:
         return prefixes_of_extra_layers(self.config)

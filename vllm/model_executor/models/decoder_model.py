@@ -170,6 +170,8 @@ class DecoderForCausalLM(Layer):
     stacked_params: ClassVar[StackedParams] = {**STACKED_QKV, **STACKED_GATE_UP}
     checkpoint_names: ClassVar[Mapping[str, str]] = {}
     """Parts of names that differ in the checkpoint: own -> the checkpoint's."""
+    module_names: ClassVar[Mapping[str, str]] = {}
+    """Parts of names that transformers' modules have instead of the checkpoint's: -> these."""
     checkpoint_prefixes: ClassVar[Mapping[str, str]] = {}
     floats_are_transposed: ClassVar[bool] = False
     """True if float weights of linear layers are stored [inputs, outputs]; convert_weight
@@ -315,8 +317,10 @@ class DecoderForCausalLM(Layer):
         """Return a tensor's name in the family's own checkpoints.
 
         Other checkpoints may differ: transformers renames tensors when it saves, sometimes too
-        many.
+        many. Adapters and trainers have the names of its modules (:attr:`module_names`).
         """
+        for theirs, own in self.module_names.items():
+            name = name.replace(theirs, own)
         return name
 
     def published_path(self, path: str) -> str:

@@ -31,6 +31,7 @@ class Ernie4_5_MoeForCausalLM(Ernie4_5ForCausalLM):  # noqa: N801
         "mlp.router.correction": "mlp.moe_statics.e_score_correction_bias",
         "mlp.shared_expert": "mlp.shared_experts",
     }
+    module_names: ClassVar[Mapping[str, str]] = {".gate.moe_statics.": ".moe_statics."}
     skipped_weights: ClassVar[tuple[str, ...]] = ("model.mtp_",)
 
     def make_mlp(self, config: Any, index: int, prefix: str) -> nn.Module:

@@ -47,6 +47,11 @@ class GraniteMoeForCausalLM(GraniteForCausalLM):
         "mlp.shared_expert.gate_up_proj": "shared_mlp.input_linear",
         "mlp.shared_expert.down_proj": "shared_mlp.output_linear",
     }
+    module_names: ClassVar[Mapping[str, str]] = {
+        ".block_sparse_moe.router.weight": ".block_sparse_moe.router.layer.weight",
+        ".experts.gate_up_proj": ".input_linear.weight",
+        ".experts.down_proj": ".output_linear.weight",
+    }
 
     def make_mlp(self, config: Any, index: int, prefix: str) -> nn.Module:
         rule = RoutingRule(top_k=config.num_experts_per_tok, renormalise=True)

@@ -50,14 +50,18 @@ class KimiLinearForCausalLM(HybridForCausalLM):
         "mlp.shared_expert": "block_sparse_moe.shared_experts",
     }
 
+    module_names: ClassVar[Mapping[str, str]] = {
+        ".forget_gate.": ".",
+        ".mlp.gate.": ".block_sparse_moe.gate.",
+        ".mlp.shared_experts.": ".block_sparse_moe.shared_experts.",
+    }
+
     def names_in_checkpoint(self) -> Mapping[str, str]:
         return {**self.checkpoint_names, **latent_names(self.config)}
 
     def published_name(self, name: str) -> str:
-        """Rename dense MLPs, for which transformers writes the name of mixtures, and modules that
-        have other names in transformers."""
-        name = name.replace(".forget_gate.", ".")
-        name = name.replace(".mlp.shared_experts.", ".block_sparse_moe.shared_experts.")
+        """Rename dense MLPs, too, for which transformers writes the name of mixtures."""
+        name = super().published_name(name)
         head, found, tail = name.partition(".block_sparse_moe.")
         kinds = dict(enumerate(self.config.mlp_layer_types))
         if not found or kinds.get(number_at_end(head)) != "dense":

@@ -19,6 +19,10 @@ class MiniMaxM2ForCausalLM(MixtralForCausalLM):
         **MixtralForCausalLM.checkpoint_names,
         "mlp.router.correction": "block_sparse_moe.e_score_correction_bias",
     }
+    module_names: ClassVar[Mapping[str, str]] = {
+        **MixtralForCausalLM.module_names,
+        ".mlp.e_score_correction_bias": ".block_sparse_moe.e_score_correction_bias",
+    }
 
     def attention_options(self, config: Any, index: int) -> AttentionOptions:
         return AttentionOptions(qk_norm=WideRMSNorm.over_heads(config.rms_norm_eps))

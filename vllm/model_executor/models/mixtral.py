@@ -19,6 +19,7 @@ class MixtralForCausalLM(MistralForCausalLM):
         "mlp.router.gate": "block_sparse_moe.gate",
         "mlp.experts": "block_sparse_moe.experts",
     }
+    module_names: ClassVar[Mapping[str, str]] = {".mlp.gate.": ".block_sparse_moe.gate."}
 
     def routing_rule(self, config: Any) -> RoutingRule:
         """Return the rule that chooses experts."""
