@@ -99,6 +99,29 @@ def test_random_loads_in_a_small_pool(kind: str, hidden: str, seed: int) -> None
     assert connector.num_loaded > 300
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_loads_before_a_change_of_weights_are_not_used(kind: str) -> None:
+    """Neither those that have arrived nor those under way."""
+    rng = random.Random(kind)
+    connector, engine = make(kind, num_blocks=150)
+    prompts = random_prompts(rng, 40)
+    for i, prompt in enumerate(prompts):
+        name = str(i)
+        connector.offers[name] = rng.randint(0, len(prompt))
+        if rng.random() < 0.7:
+            connector.delays[name] = rng.randint(0, 8)
+        engine.add(name, prompt, max_tokens=i % 9)
+        engine.step()
+        if rng.random() < 0.4:
+            engine.pause(changes_weights=True)
+            for load in connector.loads.values():  # of the old weights
+                load.tokens = [-1] * len(load.tokens)
+    engine.run()
+    for i, prompt in enumerate(prompts):
+        assert engine.outputs.get(str(i), []) == expected(prompt, i % 9)
+    assert connector.num_loaded > 100
+
+
 PROMPT = [1, 2, 3, 4] * 25
 
 

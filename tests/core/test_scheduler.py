@@ -22,7 +22,7 @@ from vllm.v1.core.sched.loads import LoadFailurePolicy
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.single_type_kv_cache_manager import HiddenStateManager
-from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
+from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, ExtractionSpec, FinishReason
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
@@ -127,13 +127,20 @@ class Engine:
         self.ended: dict[str, EngineCoreOutput] = {}
         self.num_preemptions = 0
 
-    def add(self, request_id: str, prompt: list[int], **params: Any) -> None:
+    def add(
+        self,
+        request_id: str,
+        prompt: list[int],
+        extraction: ExtractionSpec | None = None,
+        **params: Any,
+    ) -> None:
         params = {"max_tokens": 4, "temperature": 0.0, "ignore_eos": True, **params}
         message = EngineCoreRequest(
             request_id=request_id,
             prompt_token_ids=prompt,
             sampling_params=SamplingParams(**params),
             arrival_time=0.0,
+            extraction=extraction,
         )
         self.scheduler.add_request(Request(message))
 
@@ -153,6 +160,21 @@ class Engine:
             self.outputs.setdefault(item.request_id, []).extend(item.new_token_ids)
             if item.finished:
                 self.ended[item.request_id] = item
+
+    def pause(self, *, changes_weights: bool) -> None:
+        """Freeze the requests, and thaw them; new weights make all that the pool holds useless."""
+        while self.under_way:
+            self._take(*self.under_way.popleft())
+        self.scheduler.is_frozen = True
+        before = self.worker.num_computed_tokens
+        for _ in range(3):
+            self.step()
+        assert self.worker.num_computed_tokens == before
+        if changes_weights:
+            self.scheduler.reset_prefix_cache()
+            self.worker.content.clear()
+            self.scheduler.starts_again = True
+        self.scheduler.is_frozen = False
 
     def run(self) -> None:
         for _ in range(100_000):
@@ -216,6 +238,66 @@ def test_random_requests_in_a_small_pool(
         if hidden != "none":
             # All but the last token went through the model; the prompt always did.
             assert len(engine.worker.rows[str(i)]) == len(prompt) + max(length - 1, 0)
+
+
+@pytest.mark.parametrize("steps_ahead", [0, 1])
+@pytest.mark.parametrize("hidden", ["none", "leaving"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_pauses_between_steps(kind: str, hidden: str, steps_ahead: int) -> None:
+    """A frozen request goes on where it was, or from its tokens where nothing it had is valid."""
+    rng = random.Random(kind)
+    engine = Engine(kind, hidden=hidden, num_blocks=150, steps_ahead=steps_ahead)
+    prompts = random_prompts(rng, 25)
+    for i, prompt in enumerate(prompts):
+        engine.add(str(i), prompt, max_tokens=i % 20)
+        engine.step()
+        if rng.random() < 0.5:
+            engine.pause(changes_weights=rng.random() < 0.5)
+        if i % 7 == 3:
+            engine.scheduler.is_frozen = True
+            engine.scheduler.finish_requests([str(i)], FinishReason.ABORT)
+            while engine.scheduler.has_unfinished_requests() or engine.under_way:
+                engine.step()  # ends, because what is left is frozen
+            engine.scheduler.is_frozen = False
+    engine.run()
+    for i, prompt in enumerate(prompts):
+        is_aborted = engine.ended[str(i)].finish_reason is FinishReason.ABORT
+        found, right = engine.outputs.get(str(i), []), expected(prompt, i % 20)
+        assert found == (right[: len(found)] if is_aborted else right)
+        assert i % 7 == 3 or not is_aborted
+
+
+@pytest.mark.parametrize(
+    ("params", "extraction", "num_steps", "is_lost"),
+    [
+        ({}, None, 1, False),
+        ({}, ExtractionSpec((1,)), 1, False),
+        ({}, ExtractionSpec((1,), in_parts=True), 0, False),
+        ({}, ExtractionSpec((1,), in_parts=True), 1, True),
+        ({"prompt_logprobs": 1}, None, 1, True),
+        ({"prompt_logprobs": 1}, None, 3, False),
+    ],
+)
+def test_values_that_left_before_a_change_of_weights(
+    params: dict[str, Any], extraction: ExtractionSpec | None, num_steps: int, is_lost: bool
+) -> None:
+    """A request whose values have left in part cannot start again; others hand out all anew."""
+    engine = Engine("dense", max_num_batched_tokens=16)
+    prompt = list(range(5)) * 8
+    engine.add("a", prompt, extraction=extraction, max_tokens=4, **params)
+    for _ in range(num_steps):
+        engine.step()
+    engine.pause(changes_weights=True)
+    restarted = engine.scheduler.schedule().restarted_req_tokens
+    failed = engine.scheduler.requests.get("a") is None or is_lost
+    assert failed == is_lost
+    if is_lost:
+        engine.step()
+        failure = engine.ended["a"].failure
+        assert failure is not None and "values of it were sent" in failure.message
+        assert failure.kind is FailureKind.NOT_READY and not restarted
+    else:
+        assert restarted == ({"a": 40 + max(0, num_steps - 2)} if num_steps else {})
 
 
 def test_a_small_pool_preempts() -> None:

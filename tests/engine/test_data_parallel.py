@@ -66,7 +66,15 @@ def test_two_engines_have_the_values_of_one(checkpoint: Checkpoint, tmp_path: Pa
             assert used == [True, True]
             pids = await llm.collective_rpc(rank_functions.pid)
             assert pids == [handle.pid for handle in llm._handles]
-            await llm.update_weights(str(other))
+            under_way = [asyncio.create_task(tokens(llm, i)) for i in range(len(PROMPTS))]
+            await asyncio.sleep(0)
+            await llm.pause_generation("keep")
+            num_done = sum(task.done() for task in under_way)
+            await asyncio.sleep(0.05)
+            assert sum(task.done() for task in under_way) == num_done < len(PROMPTS)
+            await llm.resume_generation()
+            assert await asyncio.gather(*under_way) == found
+            await llm.update_weights(str(other), mode="keep")
             assert all(map(torch.equal, await rows(llm), changed))
             assert llm.stats.num_prompt_tokens >= 3 * sum(
                 len(prompt["prompt_token_ids"]) for prompt in PROMPTS

@@ -6,6 +6,7 @@ The trainer is written here: TRL's calls of HTTP, and torch's process group. TRL
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import threading
@@ -473,8 +474,56 @@ def test_sleep_and_pause(
         http.post("/pause")
         assert long.result()["choices"][0]["finish_reason"] == "abort"
         http.post("/resume")
-    assert http.post("/pause?mode=keep").status_code in (400, 422)
+    assert http.post("/sleep?mode=keep").status_code == 400
+    assert http.post("/pause?mode=drop").status_code in (400, 422)
     assert http.get("/is_paused").json() == {"is_paused": False}
+
+
+def streamed(http: httpx.Client, seen: list[str], **body: Any) -> None:
+    """Read a streamed completion, and keep its events."""
+    with http.stream("POST", "/v1/completions", json={**body, "stream": True}) as answer:
+        assert answer.status_code == 200
+        seen.extend(line[6:] for line in answer.iter_lines() if line.startswith("data: {"))
+
+
+@pytest.mark.parametrize("clear_cache", ["true", "false"])
+def test_a_pause_keeps_streams(http: httpx.Client, folders: list[Path], clear_cache: str) -> None:
+    """A client stays connected, and gets what it would have got; with new weights meanwhile, what
+    they make of the tokens that were there."""
+    body = {"prompt": IDS[0], "max_tokens": 300, "ignore_eos": True, "temperature": 0}
+    body |= {"return_token_ids": True}
+    right: list[str] = []
+    streamed(http, right, **body)
+    for changes in (False, True):
+        seen: list[str] = []
+        with ThreadPoolExecutor(1) as threads:
+            stream = threads.submit(streamed, http, seen, **body)
+            while len(seen) < 5:
+                time.sleep(0.001)
+            keep = f"/pause?mode=keep&clear_cache={clear_cache}"
+            assert http.post(keep).json() == {"status": "paused"}
+            time.sleep(0.1)
+            count = len(seen)
+            if changes:
+                post(http, "/update_weights", update_info={"path": str(folders[1])})
+            time.sleep(0.1)
+            assert len(seen) == count and not stream.done()
+            assert http.post("/resume").json() == {"status": "resumed"}
+            stream.result()
+        begun, tokens, old = tokens_in(seen[:count]), tokens_in(seen), tokens_in(right)
+        assert len(tokens) == len(old) == 300 and begun == old[: len(begun)]
+        assert (tokens == old) != changes
+        if changes:
+            rest = {**body, "prompt": IDS[0] + begun, "max_tokens": 300 - len(begun)}
+            (choice,) = post(http, "/v1/completions", **rest)["choices"]
+            is_new = choice["token_ids"] == tokens[len(begun) :]
+            assert is_new or clear_cache == "false"
+    post(http, "/collective_rpc", method="reload_weights")
+
+
+def tokens_in(events: list[str]) -> list[int]:
+    choices = [choice for event in events for choice in json.loads(event)["choices"]]
+    return [token for choice in choices for token in choice.get("token_ids") or ()]
 
 
 def test_calls_of_the_worker(http: httpx.Client) -> None:

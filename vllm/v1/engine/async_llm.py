@@ -24,12 +24,15 @@ from vllm.v1.engine.core_group import CoreGroup
 from vllm.v1.engine.core_messages import (
     AbortRequests,
     AddRequest,
+    AnsweredCommand,
     CallWorkers,
     CoreReport,
     CoreStarted,
     EngineStats,
     FinishRequests,
+    FreezeRequests,
     ResetPrefixCache,
+    ThawRequests,
     WorkerCall,
 )
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -84,6 +87,7 @@ class AsyncLLM(AsyncExtraction, AsyncWorkerCalls):
         self._may_begin = asyncio.Event()
         """Set unless the engine is paused."""
         self._may_begin.set()
+        self._is_frozen = False
         self._calls = PendingCalls()
 
     @staticmethod
@@ -299,45 +303,59 @@ class AsyncLLM(AsyncExtraction, AsyncWorkerCalls):
         TimeoutError: there was no answer in ``timeout`` seconds; the call goes on. ValueError: the
         worker raised it, or the call cannot be sent to another process.
         """
-        await self.start()
         call = pickled(WorkerCall(method, args, kwargs or {}))
+        return await self._call(lambda number: CallWorkers(number, call), timeout)
+
+    async def _call(
+        self, command: Callable[[int], AnsweredCommand], timeout: float | None = None
+    ) -> list[Any]:
+        """Send a command that has an answer, and wait for that."""
+        await self.start()
         with self._calls.begin() as (number, answer):
             assert self._client is not None
-            await self._client.send(CallWorkers(number, call))
+            await self._client.send(command(number))
             async with asyncio.timeout(timeout):
                 return await answer
 
     @asynccontextmanager
     async def paused(self, mode: PauseMode = "wait") -> AsyncGenerator[None, None]:
-        """Let no request begin inside the block; those under way are completed, or aborted."""
+        """Let no request begin inside the block; those under way end first, or are kept."""
         _check_mode(mode)
         await self.start()
         async with self._pausing:
             pause = object()
             self._pause(pause)
             try:
-                await self._end_requests(mode)
+                if mode != "keep":
+                    await self._end_requests(mode)
+                elif not self._is_frozen:
+                    await self._freeze(keeps_states=False)
                 yield
             finally:
-                self._resume(pause)
+                await self._resume(pause)
 
     async def pause_generation(
         self, mode: PauseMode = "abort", *, clear_cache: bool = True
     ) -> None:
-        """Let no request begin until :meth:`resume_generation`; those under way end first.
+        """Let no request begin until :meth:`resume_generation`.
 
-        mode: ``"abort"`` ends them, ``"wait"`` completes them. clear_cache: forget all prefixes.
+        mode: ``"abort"`` ends requests under way, ``"wait"`` completes them, ``"keep"`` computes
+        nothing of them until then. clear_cache: forget all prefixes, and compute kept requests
+        again from their tokens if the weights change meanwhile.
         """
         _check_mode(mode)
         await self.start()
         self._pause(_BY_CALLER)
-        await self._end_requests(mode)
+        if mode == "keep":
+            await self._freeze(keeps_states=not clear_cache)
+        else:
+            await self._end_requests(mode)
         if clear_cache:
             await self.reset_prefix_cache()
 
     async def resume_generation(self) -> None:
-        """Let requests begin again."""
-        self._resume(_BY_CALLER)
+        """Let requests begin again, and those go on that were kept."""
+        await self._resume(_BY_CALLER)
 
     async def is_paused(self) -> bool:
         """Return whether requests wait to begin."""
@@ -347,15 +365,25 @@ class AsyncLLM(AsyncExtraction, AsyncWorkerCalls):
         self._pauses.add(pause)
         self._may_begin.clear()
 
-    def _resume(self, pause: object) -> None:
+    async def _resume(self, pause: object) -> None:
         self._pauses.discard(pause)
-        if not self._pauses:
+        if self._pauses:
+            return
+        was_frozen, self._is_frozen = self._is_frozen, False
+        if was_frozen and not self.errored:
+            await self._call(ThawRequests)
+        if not self._pauses:  # another caller may have paused it meanwhile
             self._may_begin.set()
 
+    async def _freeze(self, *, keeps_states: bool) -> None:
+        self._is_frozen = True
+        await self._call(lambda number: FreezeRequests(number, keeps_states))
+
     async def _end_requests(self, mode: PauseMode) -> None:
+        """Abort or complete requests under way; frozen ones go on when they are resumed."""
         for request_id in list(self._streams) if mode == "abort" else ():
             await self.abort(request_id)
-        while self.output_processor.get_num_unfinished_requests():
+        while not self._is_frozen and self.output_processor.get_num_unfinished_requests():
             await self.check_health()
             await asyncio.sleep(_PAUSE_POLL_SECONDS)
 

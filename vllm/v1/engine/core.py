@@ -49,6 +49,8 @@ logger = init_logger(__name__)
 DELIVERY_POLL_SECONDS = 0.0005
 """Pause between polls when other threads are writing all that is left."""
 MIN_RETAINED_SNAPSHOTS = 16
+_CALLS_WITHOUT_EFFECT = ("is_sleeping", "add_lora", "remove_lora")
+"""Methods of workers that change nothing that requests have computed."""
 
 
 class _StartedStep(NamedTuple):
@@ -80,6 +82,7 @@ class EngineCore:
             undo.pop_all()
         speculative = vllm_config.speculative_config
         self._in_flight: deque[_StartedStep] = deque()
+        self._keeps_states = self._was_called = False  # while requests are frozen
         self._deepest_layer: int | None = None
         if speculative is not None:
             self._deepest_layer = self._depth_of(speculative.hidden_state_layer_ids)
@@ -344,7 +347,31 @@ class EngineCore:
         """Call every worker between two steps; returns their results."""
         while self._in_flight and not self.scheduler.num_unfinished_requests():
             self._finish(self._in_flight.popleft())
+        self._was_called |= call.method not in _CALLS_WITHOUT_EFFECT
+        self._keeps_states &= call.method != "sleep"
         return self.executor.collective_rpc(call)
+
+    def freeze(self, *, keeps_states: bool) -> EngineCoreOutputs:
+        """Compute nothing until :meth:`thaw`; return the results of the steps under way.
+
+        keeps_states: what requests have computed stays valid, whatever workers are called for.
+        """
+        was_frozen, self.scheduler.is_frozen = self.scheduler.is_frozen, True
+        self._keeps_states = keeps_states and (self._keeps_states or not was_frozen)
+        self._was_called &= was_frozen
+        result = EngineCoreOutputs()
+        while self._in_flight:
+            result.add(self.step())
+        return result
+
+    def thaw(self) -> None:
+        """Let frozen requests go on. They start again from their tokens if a worker was called
+        that may have changed the weights or the pool, and fail if no step can run."""
+        self.scheduler.is_frozen = False
+        if (reason := self.executor.not_ready_reason()) is not None:
+            self.scheduler.fail_frozen(Failure(FailureKind.NOT_READY, reason))
+        elif self._was_called and not self._keeps_states:
+            self.scheduler.starts_again = True
 
     def stats(self) -> EngineStats:
         return self.scheduler.stats()

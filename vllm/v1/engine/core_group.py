@@ -19,8 +19,8 @@ from vllm.v1.engine.core_client import AsyncCoreClient, CoreHandle
 from vllm.v1.engine.core_messages import (
     AbortRequests,
     AddRequest,
+    AnsweredCommand,
     CallAnswer,
-    CallWorkers,
     CoreCommand,
     CoreReport,
     CoreStarted,
@@ -86,7 +86,7 @@ class CoreGroup:
                 stops = {request_id: command.stops[request_id] for request_id in request_ids}
                 await self._send_to(core, FinishRequests(stops))
         else:
-            if isinstance(command, CallWorkers):
+            if isinstance(command, AnsweredCommand):
                 self._answers[command.number] = dict.fromkeys(self._alive)
             for core in list(self._alive):
                 await self._send_to(core, command)

@@ -59,17 +59,33 @@ class CallWorkers(msgspec.Struct, tag="call"):
     """A WorkerCall, pickled."""
 
 
+class FreezeRequests(msgspec.Struct, tag="freeze"):
+    """Compute nothing until :class:`ThawRequests`; a :class:`CallAnswer` of that number follows."""
+
+    number: int
+    keeps_states: bool
+    """False: requests are computed again from their tokens if a worker was called meanwhile."""
+
+
+class ThawRequests(msgspec.Struct, tag="thaw"):
+    """Let frozen requests go on; a :class:`CallAnswer` of that number follows."""
+
+    number: int
+
+
 class Shutdown(msgspec.Struct, tag="shutdown"):
     """Complete the files under way and end the process."""
 
 
+AnsweredCommand = CallWorkers | FreezeRequests | ThawRequests
+"""A command that a :class:`CallAnswer` follows."""
 CoreCommand = (
-    AddRequest | AbortRequests | FinishRequests | ResetPrefixCache | CallWorkers | Shutdown
+    AddRequest | AbortRequests | FinishRequests | ResetPrefixCache | AnsweredCommand | Shutdown
 )
 
 
 class CallAnswer(msgspec.Struct):
-    """The end of a call of the workers."""
+    """The end of a call of the workers, or of another answered command."""
 
     number: int
     results: bytes = b""

@@ -42,9 +42,11 @@ from vllm.v1.engine.core_messages import (
     CoreReport,
     CoreStarted,
     FinishRequests,
+    FreezeRequests,
     ReportEncoder,
     ResetPrefixCache,
     Shutdown,
+    ThawRequests,
 )
 from vllm.v1.engine.detokenizer import Detokenizer
 
@@ -180,6 +182,14 @@ class CoreProcess:
                 self.core.reset_prefix_cache(reset_connector=command.reset_connector)
             elif isinstance(command, CallWorkers):
                 self._answers.append(self._call_workers(command))
+            elif isinstance(command, FreezeRequests):
+                result = self.core.freeze(keeps_states=command.keeps_states)
+                self._end_at_stop_strings(result.outputs)
+                self._answers.append(CallAnswer(command.number, pickle.dumps([])))
+                self._report(result, {})
+            elif isinstance(command, ThawRequests):
+                self.core.thaw()
+                self._answers.append(CallAnswer(command.number, pickle.dumps([])))
             else:
                 return None
 

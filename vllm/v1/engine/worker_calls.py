@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 Weights: TypeAlias = "Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]"
-PauseMode = Literal["wait", "abort"]
-"""The end of requests under way: they are completed, or aborted."""
+PauseMode = Literal["wait", "abort", "keep"]
+"""Requests under way are completed, aborted, or go on after the pause."""
 
 
 def call_with_model(worker: Worker, func: Callable[[nn.Module], Any]) -> Any:
@@ -139,14 +139,16 @@ class AsyncWorkerCalls(EngineFrontEnd, ABC):
     async def pause_generation(
         self, mode: PauseMode = "abort", *, clear_cache: bool = True
     ) -> None:
-        """Let no request begin until :meth:`resume_generation`; those under way end first.
+        """Let no request begin until :meth:`resume_generation`.
 
-        mode: ``"abort"`` ends them, ``"wait"`` completes them. clear_cache: forget all prefixes.
+        mode: ``"abort"`` ends requests under way, ``"wait"`` completes them, ``"keep"`` computes
+        nothing of them until then. clear_cache: forget all prefixes, and compute kept requests
+        again from their tokens if the weights change meanwhile.
         """
 
     @abstractmethod
     async def resume_generation(self) -> None:
-        """Let requests begin again."""
+        """Let requests begin again, and those go on that were kept."""
 
     @abstractmethod
     async def is_paused(self) -> bool:
@@ -166,7 +168,8 @@ class AsyncWorkerCalls(EngineFrontEnd, ABC):
     ) -> AsyncGenerator[Callable[[Weights], Awaitable[list[Any]]], None]:
         """Do what :meth:`vllm.LLM.weight_update` does; the function that it yields is awaited.
 
-        mode: ``"abort"`` ends requests under way instead of completing them.
+        mode: ``"abort"`` ends requests under way instead of completing them; ``"keep"`` computes
+        them again from their tokens, afterwards.
         """
         async with self.paused(mode):
             try:
@@ -185,7 +188,12 @@ class AsyncWorkerCalls(EngineFrontEnd, ABC):
                 await load(weights)
 
     async def sleep(self, level: int = 1, mode: PauseMode = "wait") -> None:
-        """Do what :meth:`vllm.LLM.sleep` does."""
+        """Do what :meth:`vllm.LLM.sleep` does.
+
+        mode: ``"keep"`` inside a pause only, which ends after :meth:`wake_up`.
+        """
+        if mode == "keep" and not await self.is_paused():
+            raise ValueError("mode='keep': pause_generation(mode='keep') first, or use wait, abort")
         async with self.paused(mode):
             await self.collective_rpc("sleep", args=(level,))
             await self.reset_prefix_cache()

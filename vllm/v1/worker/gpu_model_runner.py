@@ -257,9 +257,10 @@ class GPUModelRunner:
             self.vllm_config, self.kv_cache_config, self.device, self.forward, self.proposer, record
         )
 
-    def release_pool(self) -> None:
-        """Release the pool and everything in it."""
-        self.requests.clear()
+    def release_pool(self, *, keeps_requests: bool = False) -> None:
+        """Release the pool and everything in it. keeps_requests: they start again later."""
+        if not keeps_requests:
+            self.requests.clear()
         self.recorded_steps = None
         self._published, self._layers_in_pass = {}, {}
         for layer in self._cache_layers.values():

@@ -174,7 +174,7 @@ class Worker:
         if level == 2 or not self.platform.is_cpu():
             self._weights.lend(keeps=level == 1)
             tags.add(WEIGHTS)
-        self.model_runner.release_pool()
+        self.model_runner.release_pool(keeps_requests=True)
         self._asleep = frozenset(tags)
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:

@@ -230,6 +230,10 @@ class Loads:
             self.arrived[request_id] = request
         return request, is_whole
 
+    def lose_all(self) -> None:
+        """Use nothing of the loads under way: their requests are treated as after failed loads."""
+        self._lost |= self.under_way.keys()
+
     def forget(self, request_id: str) -> bool:
         """Forget a request that ended or restarts; return whether its load may still write."""
         self.arrived.pop(request_id, None)

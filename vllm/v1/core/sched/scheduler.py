@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
-from vllm.exceptions import Failure, FailureError
+from vllm.exceptions import Failure, FailureError, FailureKind
 from vllm.logger import init_logger
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.prefix_hash import extend_prefix_hashes
@@ -78,18 +78,22 @@ class Scheduler:
         self._finished_ids: set[str] = set()  # not yet told to the workers
         self._known_to_workers: set[str] = set()
         num_groups = len(kv_cache_config.kv_cache_groups)
+        self._has_rows = kv_cache_config.hidden_state_group_id() is not None
         self._calls: ConnectorCalls | None = None
         self._loads: Loads | None = None
         if connector is not None:
             self._calls = ConnectorCalls(connector, timeout_seconds)
-            has_rows = kv_cache_config.hidden_state_group_id() is not None
             self._loads = Loads(
-                self._calls, kv_cache_manager, load_failure_policy, has_rows=has_rows
+                self._calls, kv_cache_manager, load_failure_policy, has_rows=self._has_rows
             )
         self._deliveries = Deliveries(self.requests, kv_cache_manager, num_groups, self._calls)
         self._restarted: dict[str, int] = {}  # for the workers: tokens by request
         self._totals = EngineStats()
         self._num_planned_steps = 0
+        self.is_frozen = False
+        """True if no step computes anything, and requests wait in their places."""
+        self.starts_again = False
+        """True if the next step gives back all that was computed of requests."""
         # The head of the queue that found no room, and the pool's num_releases at that time.
         self._refused: tuple[str, int] | None = None
 
@@ -198,7 +202,8 @@ class Scheduler:
 
     def has_unfinished_requests(self) -> bool:
         """Return whether a step has work to do: tokens, deliveries, reports to workers or users."""
-        if self.requests or self._deliveries.outputs or self._finished_ids:
+        num_frozen = len(self.running) + len(self.waiting) if self.is_frozen else 0
+        if len(self.requests) > num_frozen or self._deliveries.outputs or self._finished_ids:
             return True
         return self._calls is not None and self._calls.has_pending_push_work()
 
@@ -210,10 +215,13 @@ class Scheduler:
         """Plan one step. Its tokens count as computed from here on."""
         budgets = (self.config.max_num_batched_tokens, self.rules.max_step_cells)
         step = StepPlan(self.kv_cache_manager, *budgets)
-        self._schedule_running(step)
         output = step.output
-        if not output.preempted_req_ids:
-            self._schedule_waiting(step)
+        if self.starts_again:
+            self._start_all_again(step)
+        if not self.is_frozen:
+            self._schedule_running(step)
+            if not output.preempted_req_ids:
+                self._schedule_waiting(step)
         chunks = []
         for request_id, count in output.num_scheduled_tokens.items():
             request = self.requests[request_id]
@@ -290,6 +298,41 @@ class Scheduler:
         self._totals.num_preemptions += 1
         step.output.preempted_req_ids.add(request.request_id)
         self.waiting.put_back(request)
+
+    def fail_frozen(self, failure: Failure) -> None:
+        """End all requests that run or wait."""
+        for request in (*self.running, *self.waiting):
+            self._fail(request, failure)
+
+    def _start_all_again(self, step: StepPlan) -> None:
+        """Give back blocks and rows of all requests, which are computed again from their tokens. A
+        request fails if its values have left, because the others would be of other weights."""
+        self.starts_again = False
+        if self._loads is not None:
+            self._loads.lose_all()
+        for request in reversed(self.running[:]):
+            self._preempt(request, step)
+        for request in self.waiting:
+            request.void_steps = self._num_planned_steps
+            if self._loads is not None and request.request_id in self._loads.arrived:
+                self._loads.forget(request.request_id)
+                self.kv_cache_manager.free(request)
+            if not request.num_captured_tokens:
+                continue
+            if self._has_sent_values(request):
+                message = "values of it were sent before the pause, and weights may have changed"
+                self._fail(request, Failure(FailureKind.NOT_READY, message))
+            elif request.request_id in self._known_to_workers:
+                self._restarted[request.request_id] = request.num_tokens
+                request.num_captured_tokens = 0
+
+    def _has_sent_values(self, request: Request) -> bool:
+        """Return whether some rows of a request, or values of its prompt, have left."""
+        is_in_prompt = request.num_captured_tokens < request.num_prompt_tokens
+        if request.sampling_params.prompt_logprobs is not None and is_in_prompt:
+            return True
+        sends_rows = self._has_rows and self.connector is not None and self.connector.sends_rows_on
+        return sends_rows or (request.extraction is not None and request.extraction.in_parts)
 
     def _schedule_waiting(self, step: StepPlan) -> None:
         manager = self.kv_cache_manager
