@@ -22,7 +22,7 @@ Checkpoint = Callable[..., Path]
 PROMPTS = random_prompts(47, [5, 70, 33])
 OPTIONS: dict[str, Any] = {"max_model_len": 512, "kv_cache_memory_bytes": 2**24}
 LAYERS = [0, 2, 3]
-LENGTH = 120
+LENGTH = 240
 
 
 @pytest.fixture(scope="module")
@@ -147,7 +147,7 @@ async def undisturbed(llm: AsyncLLM) -> tuple[Any, Any, HiddenStatesSample]:
 async def check_same_weights(llm: AsyncLLM, right: Any, clear_cache: bool) -> None:
     """Nothing comes meanwhile, new requests wait, and kept ones can be aborted."""
     streams, rows = start_all(llm, PARAMS), asyncio.create_task(extract(llm))
-    await streams[0].reach(10)
+    await streams[0].reach(4)
     await llm.pause_generation("keep", clear_cache=clear_cache)
     assert await llm.is_paused()
     new = Stream(llm, PROMPTS[0], long(**GREEDY), "new")
@@ -172,7 +172,7 @@ async def with_new_weights(llm: AsyncLLM, folder: Path, way: str) -> tuple[Any, 
     """Return how many tokens were there, all tokens, and rows."""
     streams = start_all(llm, [long(**GREEDY)] * 3)
     rows = asyncio.create_task(extract(llm))
-    await streams[-1].reach(12)
+    await streams[-1].reach(4)
     counts = []
     if way == "update":
         await llm.update_weights(folder, mode="keep")
@@ -204,7 +204,7 @@ async def check_sleep(llm: AsyncLLM, folder: Path) -> None:
     are resumed too early, and while the weights are those of two models."""
     right = await Stream(llm, PROMPTS[1], long(**GREEDY), "right").end()
     kept = Stream(llm, PROMPTS[1], long(**GREEDY), "kept")
-    await kept.reach(9)
+    await kept.reach(4)
     with pytest.raises(ValueError, match="mode='keep': pause_generation"):
         await llm.sleep(1, mode="keep")
     await llm.pause_generation("keep", clear_cache=False)
@@ -215,7 +215,7 @@ async def check_sleep(llm: AsyncLLM, folder: Path) -> None:
     assert await kept.end() == right
     for is_broken in (False, True):
         lost = Stream(llm, PROMPTS[1], long(**GREEDY), f"lost {is_broken}")
-        await lost.reach(9)
+        await lost.reach(4)
         await llm.pause_generation("keep")
         if is_broken:
             nonsense = {"model.norm.weight": torch.ones(72), "no": torch.ones(2)}
@@ -246,7 +246,7 @@ def test_values_that_were_sent(
             paths = []
             for name in ("undisturbed", "kept", "changed"):
                 stream = Stream(llm, PROMPTS[1], long(**GREEDY), name)
-                await stream.reach(9)
+                await stream.reach(4)
                 if name != "undisturbed":
                     await llm.pause_generation("keep")
                     if name == "changed":
