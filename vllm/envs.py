@@ -19,6 +19,7 @@ VLLM_CPU_THREADS: int | None
 OMP_NUM_THREADS: int | None
 VLLM_CPU_OMP_THREADS_BIND: tuple[frozenset[int], ...] | None
 VLLM_CPU_NUM_OF_RESERVED_CPU: int
+VLLM_PP_LAYER_PARTITION: tuple[int, ...] | None
 VLLM_CPU_KVCACHE_SPACE: float | None
 VLLM_CPU_ISA: str | None
 VLLM_KERNELS: str
@@ -93,6 +94,14 @@ def _cpu_lists(text: str) -> tuple[frozenset[int], ...] | None:
     return tuple(lists)
 
 
+def _layer_counts(text: str) -> tuple[int, ...]:
+    """Parse numbers of layers, one for each pipeline stage."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(map(str.isdecimal, parts)):
+        raise ValueError("use a number of layers for each stage, such as 10,12,10")
+    return tuple(map(int, parts))
+
+
 def _switch(text: str) -> bool:
     return _one_of("0", "false", "1", "true")(text) in ("1", "true")
 
@@ -126,6 +135,9 @@ VARIABLES: dict[str, Variable] = {
     ),
     "VLLM_CPU_NUM_OF_RESERVED_CPU": Variable(
         0, _count_or_none, "Cores that are left free when no number of threads is set."
+    ),
+    "VLLM_PP_LAYER_PARTITION": Variable(
+        None, _layer_counts, "Layers of each pipeline stage, such as '10,12,10'."
     ),
     "VLLM_CPU_KVCACHE_SPACE": Variable(
         None,

@@ -9,7 +9,7 @@ import torch
 
 @dataclass
 class IntermediateTensors:
-    """Tensors [tokens, hidden] by name; one process runs all layers, so none travel yet."""
+    """Tensors [tokens, hidden] by name, from one pipeline stage to the next."""
 
     tensors: dict[str, torch.Tensor]
 

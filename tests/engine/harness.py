@@ -61,6 +61,7 @@ def poison(llm: LLM) -> None:
     pool.fill_(-1)  # all bits set is a NaN in every float type
 
     def fill(blocks: Sequence[int]) -> None:
+        core.executor.run_waiting_steps()  # they still read the blocks
         pool[list(blocks)] = -1
 
     core.scheduler.kv_cache_manager.pool.on_recycle = fill

@@ -22,14 +22,36 @@ def rank(worker: Any) -> int:
 
 
 def parameter_bytes(worker: Any) -> int:
-    return sum(one.nbytes for one in worker.model_runner.model.parameters())
+    parameters = worker.model_runner.model.parameters()
+    return sum(one.nbytes for one in parameters if not one.is_meta)
+
+
+def count_layers(worker: Any) -> None:
+    """Count from now on how often a rank runs each layer."""
+    counts = worker.layer_counts = {}
+
+    def count(layer_id: int) -> Any:
+        def add(*_: Any) -> None:
+            counts[layer_id] = counts.get(layer_id, 0) + 1
+
+        return add
+
+    for layer_id, layer in enumerate(worker.model_runner.model.model.layers):
+        layer.register_forward_pre_hook(count(layer_id))
+
+
+def layers_run(worker: Any) -> list[int]:
+    """Return the layers that ran since, and forget them."""
+    found = sorted(worker.layer_counts)
+    worker.layer_counts.clear()
+    return found
 
 
 def fail_in_next_pass(worker: Any, failing_rank: int) -> None:
-    """Let one rank raise in the second layer of its next pass."""
+    """Let one rank raise in the second layer that it has in its next pass."""
     if rank(worker) != failing_rank:
         return
-    layer = worker.model_runner.model.model.layers[1]
+    layer = _second_layer(worker)
 
     def fail(*_: Any) -> None:
         handle.remove()
@@ -41,8 +63,12 @@ def fail_in_next_pass(worker: Any, failing_rank: int) -> None:
 def hang_in_next_pass(worker: Any, hanging_rank: int) -> None:
     if rank(worker) != hanging_rank:
         return
-    layer = worker.model_runner.model.model.layers[1]
-    layer.register_forward_pre_hook(lambda *_: time.sleep(3600))
+    _second_layer(worker).register_forward_pre_hook(lambda *_: time.sleep(3600))
+
+
+def _second_layer(worker: Any) -> Any:
+    runner = worker.model_runner
+    return runner.model.model.layers[runner.pipeline.stage.first_layer + 1]
 
 
 def has_computed(worker: Any) -> bool:

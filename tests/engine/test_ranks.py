@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +34,8 @@ STEERING = [SteeringVector(torch.linspace(-1, 1, 72), [1], positions=[3, 4])]
 HOOKS = ["blocks.2.hook_attn_out", "blocks.1.hook_mlp_out"]
 
 
-def results(llm: LLM) -> list[HiddenStatesSample]:
-    plain = llm.extract(PROMPTS, layers=LAYERS, hooks=HOOKS, top_logprobs=5)
+def results(llm: LLM, hooks: Sequence[str] = HOOKS) -> list[HiddenStatesSample]:
+    plain = llm.extract(PROMPTS, layers=LAYERS, hooks=hooks, top_logprobs=5)
     steered = llm.extract(PROMPTS, layers=LAYERS, steering=STEERING)
     grown = llm.extract(PROMPTS, layers=LAYERS, sampling_params=greedy(5), top_logprobs=3)
     return [*plain, *steered, *grown]

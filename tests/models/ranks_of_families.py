@@ -1,10 +1,12 @@
 """Every family with a class of its own on two ranks, against one.
 
     python -m tests.models.ranks_of_families [FAMILY ...]     # all without; prints a table
+    python -m tests.models.ranks_of_families --option pipeline_parallel_size
 
 Rows at all boundaries, log-probabilities and tokens of two ranks have to be those of one, within
-1e-4 of a row's rms; in chunks, with prefix hits and alone they have to be the same bits. It ends
-with status 1 when a family differs, or cannot be cut for another reason than its sizes.
+1e-4 of a row's rms, and those of two pipeline stages the same bits; in chunks, with prefix hits
+and alone they have to be the same bits. It ends with status 1 when a family differs, or cannot be
+cut for another reason than its sizes.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from tests.models.families import FAMILIES
 from tests.models.kinds_of_run import Family
 from tests.models.oracle import relative_error
 
+RANKS, STAGES = "tensor_parallel_size", "pipeline_parallel_size"
 MOST_ERROR = 1e-4
 TOP = 4
 
@@ -48,10 +51,11 @@ def core_has_head(llm: Any) -> bool:
     return llm.llm_engine.engine_core.executor.no_head_reason() is None
 
 
-def compare(family: Family) -> str:
+def compare(family: Family, option: str) -> str:
     rows, logprobs, tokens = results(family)
-    other_rows, other_logprobs, other_tokens = results(family, tensor_parallel_size=2)
-    with family.engine(tensor_parallel_size=2, max_num_batched_tokens=16) as llm:
+    ranks = {option: 2}
+    other_rows, other_logprobs, other_tokens = results(family, **ranks)
+    with family.engine(**ranks, max_num_batched_tokens=16) as llm:
         for chunked, whole in zip(family.extracted(llm, family.layers), other_rows, strict=True):
             assert torch.equal(chunked, whole), "chunks: other bits"
     errors = [
@@ -59,7 +63,8 @@ def compare(family: Family) -> str:
         for r, o in zip(rows, other_rows, strict=True)
         for i in range(r.shape[1])
     ]
-    assert max(errors) <= MOST_ERROR, f"rows are {max(errors):.0e} of the rms away"
+    most = 0.0 if option == STAGES else MOST_ERROR
+    assert max(errors) <= most, f"rows are {max(errors):.0e} of the rms away"
     if logprobs is not None:
         away = max(
             float((a - b).abs().max()) for a, b in zip(logprobs, other_logprobs, strict=True)
@@ -69,23 +74,24 @@ def compare(family: Family) -> str:
     return f"rows {max(errors):.0e}"
 
 
-def checked(name: str, folder: Path) -> str:
-    """Compare a family in words. ValueError: its sizes cannot be cut in two."""
+def checked(name: str, folder: Path, option: str = RANKS) -> str:
+    """Compare a family in words. ValueError: it cannot be cut in two."""
     with redirect_stdout(StringIO()):
-        return compare(Family(name, folder))
+        return compare(Family(name, folder), option)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("families", nargs="*", default=sorted(FAMILIES))
-    failed = 0
-    for name in parser.parse_args().families:
+    parser.add_argument("--option", choices=[RANKS, STAGES], default=RANKS)
+    arguments, failed = parser.parse_args(), 0
+    for name in arguments.families:
         start = time.monotonic()
         with tempfile.TemporaryDirectory() as folder:
             try:
-                result = checked(name, Path(folder))
+                result = checked(name, Path(folder), arguments.option)
             except Exception as error:
-                is_size = isinstance(error, ValueError) and "tensor_parallel_size=2" in str(error)
+                is_size = isinstance(error, ValueError) and f"{arguments.option}=2" in str(error)
                 failed += not is_size
                 kind = "refused" if is_size else "WRONG"
                 result = f"{kind}: {type(error).__name__}: {str(error).splitlines()[0][:150]}"

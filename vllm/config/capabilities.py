@@ -55,7 +55,8 @@ def settle_capabilities(config: VllmConfig) -> None:
     if config.cache_config.kv_cache_memory_bytes is None:
         config.cache_config.kv_cache_memory_bytes = platform.stated_pool_bytes
     if config.scheduler_config.async_scheduling is None:
-        config.scheduler_config.async_scheduling = platform.works_beside_host
+        has_stages = config.parallel_config.pipeline_parallel_size > 1
+        config.scheduler_config.async_scheduling = platform.works_beside_host or has_stages
     _ = config.attention_backend  # raises now if it is wrong
 
 
@@ -118,7 +119,7 @@ def _check_connector(config: VllmConfig) -> None:
 def _check_ranks(config: VllmConfig) -> None:
     """Refuse options that do not work for several ranks."""
     parallel, transfer = config.parallel_config, config.connector_config
-    size, device = parallel.tensor_parallel_size, config.device_config.device_type
+    size, device = parallel.world_size, config.device_config.device_type
     if parallel.data_parallel_size > 1 and device != "cpu":
         raise ValueError(
             f"data_parallel_size={parallel.data_parallel_size} with device={device!r}: engines "
@@ -137,7 +138,10 @@ def _check_ranks(config: VllmConfig) -> None:
             "the first rank has a connector"
         )
     if reason is not None:
-        raise ValueError(f"tensor_parallel_size={size} with {reason}; use tensor_parallel_size=1")
+        options = ("tensor_parallel_size", "pipeline_parallel_size")
+        used = [(name, value) for name in options if (value := getattr(parallel, name)) > 1]
+        asked = ", ".join(f"{name}={value}" for name, value in used)
+        raise ValueError(f"{asked} with {reason}; use {' and '.join(f'{n}=1' for n, _ in used)}")
 
 
 def settle_kv_cache_layout(config: VllmConfig) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
+from vllm import envs
 from vllm.config import model_facts
 from vllm.config.failures import failures_named
 from vllm.config.parallel import ParallelConfig
@@ -433,11 +434,31 @@ class ModelConfig:
         return model_facts.num_decoder_layers(self.hf_text_config)
 
     def get_num_layers(self, parallel_config: ParallelConfig) -> int:
-        """Decoder layers on this rank's pipeline stage; the first stages take the remainder."""
-        stages = parallel_config.pipeline_parallel_size
-        stage = parallel_config.rank // parallel_config.tensor_parallel_size % stages
-        layers, remainder = divmod(self.get_total_num_hidden_layers(), stages)
-        return layers + (stage < remainder)
+        """Decoder layers on this rank's pipeline stage."""
+        start, end = self.get_layers_start_end_indices(parallel_config)
+        return end - start
+
+    def get_layers_start_end_indices(self, parallel_config: ParallelConfig) -> tuple[int, int]:
+        """Return the first layer of this rank's pipeline stage, and the one after its last.
+
+        Stages have equally many layers, the first ones one more where these do not divide, unless
+        VLLM_PP_LAYER_PARTITION names other numbers. ValueError: they are not this model's.
+        """
+        stages, num_layers = (
+            parallel_config.pipeline_parallel_size,
+            self.get_total_num_hidden_layers(),
+        )
+        layers, remainder = divmod(num_layers, stages)
+        counts = envs.VLLM_PP_LAYER_PARTITION or [layers + (i < remainder) for i in range(stages)]
+        if len(counts) != stages or sum(counts) != num_layers or 0 in counts:
+            named = f"VLLM_PP_LAYER_PARTITION={','.join(map(str, counts))}: "
+            raise ValueError(
+                f"{named if envs.VLLM_PP_LAYER_PARTITION else ''}pipeline_parallel_size={stages} "
+                f"needs {stages} stages of at least one layer, and {num_layers} layers together; "
+                f"use at most {num_layers} stages, and numbers that add up"
+            )
+        start = sum(counts[: parallel_config.stage])
+        return start, start + counts[parallel_config.stage]
 
     @property
     def use_mla(self) -> bool:

@@ -18,10 +18,8 @@ class ParallelConfig:
 
     tensor_parallel_size: Annotated[int, Field(ge=1), Option(short_flag="-tp")] = 1
     """Number of ranks that share every layer, each a process (on CPUs)."""
-    pipeline_parallel_size: Annotated[
-        int, Field(ge=1), Option(short_flag="-pp", supported=(1,))
-    ] = 1
-    """Number of stages, each with a part of the layers."""
+    pipeline_parallel_size: Annotated[int, Field(ge=1), Option(short_flag="-pp")] = 1
+    """Number of stages, each with a part of the layers, in one or more processes (on CPUs)."""
     data_parallel_size: Annotated[int, Field(ge=1), Option(short_flag="-dp")] = 1
     """Number of engines that serve side by side, each a process (on CPUs)."""
     decode_context_parallel_size: Annotated[int, Field(ge=1), ONE_ONLY] = 1
@@ -50,8 +48,24 @@ class ParallelConfig:
         if self.distributed_executor_backend == "uni" and self.world_size > 1:
             raise ValueError(
                 f"distributed_executor_backend='uni' has one rank, but {self.world_size} are asked "
-                'for (tensor_parallel_size); use "mp", or leave the option out'
+                'for (tensor_parallel_size, pipeline_parallel_size); use "mp", or leave the '
+                "option out"
             )
+
+    @property
+    def stage(self) -> int:
+        """Number of this rank's pipeline stage. The ranks of a stage follow each other."""
+        return self.rank // self.tensor_parallel_size % self.pipeline_parallel_size
+
+    @property
+    def driver_rank(self) -> int:
+        """The rank in the engine's process, which keeps rows and samples: the first of the last
+        stage."""
+        return (self.pipeline_parallel_size - 1) * self.tensor_parallel_size
+
+    @property
+    def is_driver(self) -> bool:
+        return self.rank == self.driver_rank
 
     @property
     def world_size(self) -> int:

@@ -81,15 +81,12 @@ class SharedMemoryCommunicator:
         self._has_left = False
 
     def exchange(self, tensor: torch.Tensor) -> Iterator[Parts]:
-        flat, size = tensor.view(-1), tensor.element_size()
-        step = PIECE_BYTES // size
-        for start in range(0, len(flat), step):
-            mine = flat[start : start + step]
-            slots = self._memory.slots[(self._turn + 1) % 2, :, : len(mine) * size]
+        start = 0
+        for mine, slots in self._pieces(tensor):
             slots[self._rank].view(tensor.dtype).copy_(mine)
             self._meet()
-            end = start + len(mine)
-            yield Parts(slice(start, end), [slot.view(tensor.dtype) for slot in slots])
+            place = slice(start, start := start + len(mine))
+            yield Parts(place, [slot.view(tensor.dtype) for slot in slots])
 
     def _meet(self) -> None:
         if self._has_left:
@@ -113,6 +110,26 @@ class SharedMemoryCommunicator:
                     f"another rank has not come for {self._timeout_seconds:g} s "
                     "(distributed_timeout_seconds)"
                 )
+
+    def send(self, tensor: torch.Tensor) -> None:
+        """Hand a dense tensor to the other of two ranks, which calls :meth:`receive_into`."""
+        for mine, slots in self._pieces(tensor):
+            slots[self._rank].view(tensor.dtype).copy_(mine)
+            self._meet()
+
+    def receive_into(self, tensor: torch.Tensor) -> None:
+        """Fill a dense tensor with what the other of two ranks sends."""
+        for mine, slots in self._pieces(tensor):
+            self._meet()
+            mine.copy_(slots[1 - self._rank].view(tensor.dtype))
+
+    def _pieces(self, tensor: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield each part of a tensor, flattened, with its slots [ranks, bytes]."""
+        flat, size = tensor.view(-1), tensor.element_size()
+        step = PIECE_BYTES // size
+        for start in range(0, len(flat), step):
+            mine = flat[start : start + step]
+            yield mine, self._memory.slots[(self._turn + 1) % 2, :, : len(mine) * size]
 
     def close(self) -> None:
         self._has_left = True

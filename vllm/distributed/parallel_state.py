@@ -2,7 +2,7 @@
 
 Layers slice their weights by the ranks given here when they are made, and call the collective
 operations in every pass. One process may run several engines, so the groups are those of the engine
-that the current thread works for (:func:`use_tp_group`); without one, every group has one rank.
+that the current thread works for (:func:`use_groups`); without one, every group has one rank.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import torch
 
 from vllm.distributed.communicators import Communicator
+from vllm.distributed.pipeline_links import NO_LINKS, PipelineLinks
 
 T = TypeVar("T")
 
@@ -111,19 +112,27 @@ ALONE = GroupCoordinator(rank_in_group=0, world_size=1)
 
 class _Current(threading.local):
     tp_group = ALONE
+    links = NO_LINKS
 
 
 _current = _Current()
 
 
 @contextmanager
-def use_tp_group(group: GroupCoordinator) -> Iterator[None]:
-    """Make ``group`` that of the layers which are made or run inside the block, on this thread."""
-    previous, _current.tp_group = _current.tp_group, group
+def use_groups(tp_group: GroupCoordinator, links: PipelineLinks = NO_LINKS) -> Iterator[None]:
+    """Make these the group and the links of the layers that are made or run inside the block, on
+    this thread."""
+    previous = _current.tp_group, _current.links
+    _current.tp_group, _current.links = tp_group, links
     try:
         yield
     finally:
-        _current.tp_group = previous
+        _current.tp_group, _current.links = previous
+
+
+def get_pipeline_links() -> PipelineLinks:
+    """Return this process's links to other pipeline stages."""
+    return _current.links
 
 
 def get_tp_group() -> GroupCoordinator:

@@ -83,7 +83,8 @@ def run_processes(
 ) -> None:
     """Do ``units`` in processes of this machine; otherwise the same as :func:`run_pool`."""
     platform = get_platform(job.engine_args.device)
-    num_parts = num_workers * job.engine_args.tensor_parallel_size
+    args = job.engine_args
+    num_parts = num_workers * args.tensor_parallel_size * args.pipeline_parallel_size
     context = multiprocessing.get_context("spawn")
     manager = QueueManager(ctx=context)
     manager.start(initializer=end_with_parent)

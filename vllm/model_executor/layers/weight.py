@@ -350,7 +350,8 @@ def weight_storages(model: nn.Module) -> list[torch.UntypedStorage]:
     tensors = [parameter.data for parameter in model.parameters()]
     for weight in weights_of(model):
         tensors += weight.tensors
-    storages = (tensor.untyped_storage() for tensor in tensors if tensor.numel())
+    here = (tensor for tensor in tensors if tensor.numel() and not tensor.is_meta)
+    storages = (tensor.untyped_storage() for tensor in here)
     return list({storage.data_ptr(): storage for storage in storages}.values())
 
 
@@ -362,5 +363,6 @@ def fix_weights(model: nn.Module, reason: str) -> None:
 
 def num_weight_bytes(model: nn.Module) -> int:
     """Memory that the parameters and weights of a model take."""
-    weights = [(parameter, find_weight(parameter)) for parameter in model.parameters()]
+    parameters = [parameter for parameter in model.parameters() if not parameter.is_meta]
+    weights = [(parameter, find_weight(parameter)) for parameter in parameters]
     return sum(p.nbytes if weight is None else weight.num_bytes for p, weight in weights)

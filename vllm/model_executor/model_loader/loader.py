@@ -28,7 +28,12 @@ from vllm.model_executor.model_loader.checkpoint import (
 from vllm.model_executor.model_loader.stored_weights import dequantise_all, stored_weights
 from vllm.model_executor.model_loader.tensor_limit import TensorLimit
 from vllm.model_executor.model_loader.weight_utils import log_skipped
-from vllm.model_executor.models.interfaces import SkipsWeights, VllmModelForTextGeneration
+from vllm.model_executor.models.interfaces import (
+    FindsWeights,
+    SkipsWeights,
+    VllmModelForTextGeneration,
+)
+from vllm.model_executor.pipeline_stage import keep_stage
 from vllm.model_executor.transformers_modules.choice import make_model
 from vllm.model_executor.utils import is_all_ours
 from vllm.utils.mem_utils import format_bytes
@@ -139,14 +144,16 @@ def load_checkpoint(
         skipped = {name: part for name, part in parts if part is not None}
     log_skipped(Counter(skipped.values()))
 
+    elsewhere = _weights_of_other_stages(model, files)
+
     def wanted(name: str) -> bool:
-        return name not in skipped
+        return name not in skipped and name not in elsewhere
 
     tensors = iterate(shown, wanted)
     weights = stored_weights(vllm_config.model_config, files, tensors, wanted)
     if not is_all_ours(model):  # foreign models know tensors only
         weights = dequantise_all(weights, vllm_config.model_config.dtype)
-    parameters = {name for name, _ in model.named_parameters()}
+    parameters = {name for name, one in model.named_parameters() if not one.is_meta}
     loaded = cast(VllmModelForTextGeneration, model).load_weights(
         cast(Iterable[tuple[str, torch.Tensor]], weights)
     )
@@ -156,6 +163,15 @@ def load_checkpoint(
             f"{type(model).__name__}.load_weights left parameters without values: "
             f"{', '.join(sorted(unfilled))}"
         )
+
+
+def _weights_of_other_stages(model: nn.Module, files: list[Path]) -> set[str]:
+    """Names in the files whose parameters another pipeline stage has."""
+    if not any(parameter.is_meta for parameter in model.parameters()):
+        return set()
+    find = cast(FindsWeights, model).weight_finder()
+    places = ((name, find(name)) for name in stored_names(files))
+    return {name for name, place in places if place is not None and place.param.is_meta}
 
 
 def shows_progress(files: list[Path], vllm_config: VllmConfig) -> bool:
@@ -172,6 +188,8 @@ def initialize_dummy_weights(model: nn.Module, seed: int) -> None:
     generators: dict[torch.device, torch.Generator] = {}
     for parameter in model.parameters():
         device = parameter.device
+        if parameter.is_meta:
+            continue
         if device not in generators:
             generators[device] = torch.Generator(device).manual_seed(seed)
         if parameter.dim() == 1:
@@ -189,13 +207,16 @@ def get_model(*, vllm_config: VllmConfig) -> nn.Module:
     start = time.perf_counter()
     files = find_weights(vllm_config)
     model = initialize_model(vllm_config)
+    keep_stage(model, vllm_config)
     if files is None:
         initialize_dummy_weights(model, vllm_config.model_config.seed)
     else:
         if is_all_ours(model):  # foreign models may read weights while they load
             begin_weights(model)
         load_checkpoint(model, vllm_config, files)
-    prepare_heads(model, vllm_config.model_config.head_quantization)
+    parallel = vllm_config.parallel_config
+    if parallel.stage == parallel.pipeline_parallel_size - 1:  # the one with the head
+        prepare_heads(model, vllm_config.model_config.head_quantization)
     finish_weights(model)
     logger.info(
         "%s: %s of weights in %.1f s.",

@@ -21,8 +21,14 @@ def run_decoder_layers(
     positions: torch.Tensor,
     hidden_states: torch.Tensor,
     residual: torch.Tensor | None = None,
+    *,
+    first_layer: int = 0,
+    is_last_stage: bool = True,
 ) -> Stream:
     """Run the layers in order; returns the stream after the last layer that ran.
+
+    first_layer: number of the first of them, in a pipeline stage. The stream after the last one is
+    a boundary of the next stage, unless this is the last.
 
     The stream that enters layer i, and the stream after the last layer, go to the context's
     row sink if it has requested that id. The sink copies at once, because the next layer
@@ -32,7 +38,7 @@ def run_decoder_layers(
     additions = None if context.steering is None else context.steering.additions
     sink = context.row_sink
     requested = sink.layer_ids if sink is not None else frozenset[LayerId]()
-    layer_id = 0
+    layer_id = first_layer
     for layer in layers:
         if additions is not None:
             steer(additions.get(layer_id, ()), hidden_states, residual)
@@ -42,6 +48,8 @@ def run_decoder_layers(
             return hidden_states, residual
         hidden_states, residual = layer(positions, hidden_states, residual)
         layer_id += 1
+    if not is_last_stage:
+        return hidden_states, residual
     if additions is not None:
         steer(additions.get(layer_id, ()), hidden_states, residual)
     if sink is not None and layer_id in requested:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
@@ -53,9 +54,11 @@ from vllm.model_executor.models.utils import (
 )
 from vllm.model_executor.utils import make_parameter
 from vllm.ops.packed_linear import PackedWeight
+from vllm.sequence import IntermediateTensors
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
+    from vllm.model_executor.pipeline_stage import PipelineStage
 
 logger = init_logger(__name__)
 
@@ -76,6 +79,9 @@ class LearnedPositions(Layer):
 
 class DecoderModel(Layer):
     """Turns token ids into normed hidden states."""
+
+    stage: PipelineStage | None = None
+    """The part of the layers that this process runs; None: all of them."""
 
     def __init__(
         self,
@@ -103,6 +109,11 @@ class DecoderModel(Layer):
         embedded: torch.Tensor = self.embed_tokens(input_ids)
         return embedded if self.embedding_scale == 1.0 else embedded.mul_(self.embedding_scale)
 
+    @property
+    def layers_read_embeddings(self) -> bool:
+        """True if layers get more than the stream: made from the embeddings, at every stage."""
+        return type(self).layer_calls is not DecoderModel.layer_calls
+
     def layer_calls(
         self, input_ids: torch.Tensor | None, hidden_states: torch.Tensor
     ) -> Iterable[DecoderLayer]:
@@ -118,16 +129,43 @@ class DecoderModel(Layer):
         positions: torch.Tensor,
         intermediate_tensors: Any = None,
         inputs_embeds: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """-> [tokens, hidden]; not normed if the context stops the layers early."""
-        # The first tensor becomes the residual stream, which layers change in place.
-        hidden_states = (
-            self.embed_input_ids(input_ids) if inputs_embeds is None else inputs_embeds.clone()
-        )
-        if self.learned_positions is not None:
-            hidden_states += self.learned_positions(positions)
-        layers = self.layer_calls(input_ids, hidden_states)
-        hidden_states, residual = run_decoder_layers(layers, positions, hidden_states)
+    ) -> torch.Tensor | IntermediateTensors:
+        """-> [tokens, hidden]; not normed if the context stops the layers early.
+
+        A pipeline stage takes the stream of the one before it as ``intermediate_tensors``, and
+        returns its own for the one after it.
+        """
+        stage = self.stage
+        if stage is None or stage.is_first or self.layers_read_embeddings:
+            # The first tensor becomes the residual stream, which layers change in place.
+            hidden_states = (
+                self.embed_input_ids(input_ids) if inputs_embeds is None else inputs_embeds.clone()
+            )
+            if self.learned_positions is not None:
+                hidden_states += self.learned_positions(positions)
+            layers = self.layer_calls(input_ids, hidden_states)
+        else:
+            layers = self.layers
+        if stage is None:
+            hidden_states, residual = run_decoder_layers(layers, positions, hidden_states)
+        else:
+            residual = None
+            if not stage.is_first:
+                hidden_states = intermediate_tensors["hidden_states"]
+                residual = intermediate_tensors.tensors.get("residual")
+            hidden_states, residual = run_decoder_layers(
+                islice(layers, stage.first_layer, stage.end_layer),
+                positions,
+                hidden_states,
+                residual,
+                first_layer=stage.first_layer,
+                is_last_stage=stage.is_last,
+            )
+            if not stage.is_last:
+                stream = {"hidden_states": hidden_states}
+                return IntermediateTensors(
+                    stream if residual is None else {**stream, "residual": residual}
+                )
         depth = get_forward_context().num_layers_to_run
         if depth is not None and depth <= len(self.layers):
             return hidden_states
@@ -350,8 +388,8 @@ class DecoderForCausalLM(Layer):
         intermediate_tensors: Any = None,
         inputs_embeds: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """input_ids, positions: int64 [tokens] of the flat batch -> [tokens, hidden]."""
-        assert intermediate_tensors is None, "one process runs all layers"
+        """input_ids, positions: int64 [tokens] of the flat batch -> [tokens, hidden]; stages of a
+        pipeline: see ``DecoderModel.forward``."""
         hidden_states: torch.Tensor = self.model(
             input_ids, positions, intermediate_tensors, inputs_embeds
         )
@@ -458,7 +496,8 @@ class DecoderForCausalLM(Layer):
     def _untie(self, head: torch.Tensor | PackedWeight) -> bool:
         """Untie the head if the checkpoint's head differs from the embeddings, whatever the config
         says, as in transformers; returns whether it does."""
-        if head.device.type == "meta" or not self.lm_head.untie(head):
+        is_elsewhere = self.lm_head.weight.is_meta  # in another pipeline stage
+        if is_elsewhere or head.device.type == "meta" or not self.lm_head.untie(head):
             return False
         logger.warning(
             "config.json has tie_word_embeddings=true, but the checkpoint has a head with other "

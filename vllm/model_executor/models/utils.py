@@ -269,6 +269,7 @@ class AutoWeightsLoader:
         head = {name for name in self.targets if name.startswith(self.head_prefix or "/")}
         self.lacks_head &= bool(head) and head.isdisjoint(loaded)
         missing = [name for name in missing if not (self.lacks_head and name in head)]
+        missing = [name for name in missing if not self.targets[name].param.is_meta]
         self._check_complete(missing, unexpected + doubled)
         if self.num_packed or self.num_dequantised:
             logger.info(
@@ -316,6 +317,8 @@ class AutoWeightsLoader:
 
     def _load(self, name: str, tensor: Weight) -> None:
         target, convert = self.targets[name], self.convert
+        if target.param.is_meta:  # it is in another pipeline stage
+            return
         if not isinstance(tensor, torch.Tensor):
             is_known = isinstance(tensor, PackedExperts) and tensor.inputs_first
             is_right = isinstance(tensor, PackedWeight) and tensor.outputs_first

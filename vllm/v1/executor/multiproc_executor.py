@@ -1,8 +1,12 @@
-"""The executor of several ranks: the first in the engine core's process, the others in their own.
+"""The executor of several ranks: one in the engine core's process, the others in their own.
 
-All ranks do the same calls in the same order, each with its slice of the model. The first rank
-alone keeps rows, samples tokens and has the connector, so nothing but calls, and tensors inside a
-pass, travels between the processes.
+All ranks do the same calls in the same order, each with its slice of the model: of every layer
+(tensor parallelism), or of some layers (a pipeline stage). The engine's process has the first rank
+of the last stage, which alone keeps rows, samples tokens and has the connector. So nothing but
+calls, and tensors inside a pass, travels between the processes.
+
+With stages, a step's own pass runs only when its result is asked for. Until then the engine may
+plan the next step, which the first stages begin meanwhile.
 
 A rank that fails in a call leaves the group, which ends the call for all others; then all meet in a
 new group, and the next call begins. If a process ends or does not answer, the engine is dead
@@ -18,32 +22,34 @@ import platform
 import signal
 import threading
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import zmq
 
-from vllm.distributed.communicators import (
-    GroupClosedError,
-    SharedMemory,
-    SharedMemoryCommunicator,
-)
-from vllm.distributed.parallel_state import ALONE, GroupCoordinator, use_tp_group
+from vllm.distributed.communicators import GroupClosedError
+from vllm.distributed.parallel_state import ALONE, use_groups
+from vllm.distributed.pipeline_links import NO_LINKS
 from vllm.exceptions import Failure, FailureError, FailureKind
 from vllm.logger import init_logger, log_format
 from vllm.model_classes import ModelRegistry
 from vllm.model_executor.layers.linear import RowParallelLinear
+from vllm.model_executor.pipeline_stage import stage_of
 from vllm.ops.ranks import meet_ranks
 from vllm.utils.child_process import ChildProcess, private_folder
+from vllm.v1.core.kv_cache_utils import plan_layout
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine.core_messages import WorkerCall
 from vllm.v1.executor.rank_messages import RankAnswer, RankCall, RankSettings
+from vllm.v1.executor.rank_wiring import Connections, Wiring
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import ModelRunnerOutput, PendingOutput
+from vllm.v1.rows.fields.activations import layer_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -68,7 +74,7 @@ class RankProcess(ChildProcess):
     """Another rank's process, with the calls that it was sent."""
 
     def __init__(
-        self, context: zmq.Context[Any], rank: int, timeout_seconds: float, shared_memory: int
+        self, context: zmq.Context[Any], rank: int, timeout_seconds: float, files: Sequence[int]
     ) -> None:
         self.rank = rank
         self._timeout_seconds = timeout_seconds
@@ -76,7 +82,7 @@ class RankProcess(ChildProcess):
         folder = private_folder("vllm-rank-")
         self._socket = context.socket(zmq.PAIR)
         self._socket.bind(f"ipc://{folder}/calls")
-        super().__init__("vllm.v1.executor.rank_process", folder, (shared_memory,))
+        super().__init__("vllm.v1.executor.rank_process", folder, files)
 
     def call(self, message: bytes) -> None:
         self._socket.send(message)
@@ -111,13 +117,30 @@ class RankProcess(ChildProcess):
             self._socket.send(pickle.dumps(None), zmq.NOBLOCK)
 
 
+@dataclass
+class _WaitingStep:
+    """A step that other stages were told of."""
+
+    number: int
+    scheduled: SchedulerOutput
+    group: int
+    """Number of the group in which they began it."""
+    outcome: PendingOutput | Exception | None = None
+    """What became of it in this process; None: it still waits."""
+
+
 class MultiprocExecutor(UniProcExecutor):
     """Calls the workers of all ranks."""
 
     def __init__(self, vllm_config: VllmConfig) -> None:
         self._config = vllm_config
         self._context: zmq.Context[Any] = zmq.Context()
-        self._group = ALONE
+        parallel = vllm_config.parallel_config
+        parallel = vllm_config.parallel_config = replace(parallel, rank=parallel.driver_rank)
+        stage_of(vllm_config)  # before processes start
+        self._has_stages = parallel.pipeline_parallel_size > 1
+        self._waiting: deque[_WaitingStep] = deque()
+        self._group, self._links = ALONE, NO_LINKS
         self._num_calls = self._num_groups = 0
         self._others: list[RankProcess] = []
         self._death, self._is_ending = threading.Lock(), False
@@ -135,23 +158,26 @@ class MultiprocExecutor(UniProcExecutor):
         parallel = self._config.parallel_config
         if not (meet_ranks.is_overridden("cpu") or platform.machine() in ("x86_64", "AMD64")):
             raise ValueError(
-                f"tensor_parallel_size={parallel.tensor_parallel_size}: on {platform.machine()} "
-                "ranks need this package's compiled kernels; use 1"
+                f"tensor_parallel_size={parallel.tensor_parallel_size}, pipeline_parallel_size="
+                f"{parallel.pipeline_parallel_size}: on {platform.machine()} ranks need this "
+                "package's compiled kernels; use 1"
             )
-        file = SharedMemory.make_file(parallel.world_size)
+        wiring = Wiring.make(parallel)
         try:
-            self._memory = SharedMemory(file, parallel.world_size)
-            for rank in range(1, parallel.world_size):
+            self._connections = Connections(parallel, wiring)
+            for rank in range(parallel.world_size):
                 seconds = parallel.distributed_timeout_seconds
-                self._others.append(RankProcess(self._context, rank, seconds, file))
+                if rank != parallel.rank:
+                    process = RankProcess(self._context, rank, seconds, wiring.files)
+                    self._others.append(process)
         finally:
-            os.close(file)
+            wiring.close()
         for other in self._others:
             config = copy.copy(self._config)
             config.parallel_config = replace(parallel, rank=other.rank)
             models = ModelRegistry.snapshot()
             try:
-                other.send(RankSettings(config, other.rank, file, models, log_format()))
+                other.send(RankSettings(config, wiring, models, log_format()))
             except BrokenPipeError:
                 raise RankDiedError(
                     f"the process of rank {other.rank} ended before it started; its log says why"
@@ -162,7 +188,27 @@ class MultiprocExecutor(UniProcExecutor):
         with self._together("determine_available_memory") as others:
             own = super().determine_available_memory()
         least: int = min(own, *others)
-        return least
+        return int(least * self._pool_share()) if self._has_stages else least
+
+    def _pool_share(self) -> float:
+        """Return the bytes of the whole model's pool for one byte of the stage with the most.
+
+        A stage's pool has places for the caches of all layers, of which it touches only its own.
+        """
+        layout = plan_layout(self.get_kv_cache_spec(), self._config.cache_config)
+        parallel, model_config = self._config.parallel_config, self._config.model_config
+        size = parallel.tensor_parallel_size
+        most = 0.0
+        for stage in range(parallel.pipeline_parallel_size):
+            ranks = replace(parallel, rank=stage * size)
+            own = range(*model_config.get_layers_start_end_indices(ranks))
+            for group in layout.groups:
+                if group.kv_cache_spec.holds_rows:
+                    most = 1.0  # rows are in the engine's process alone
+                    continue
+                layers = [layer_of(name) for name in group.layer_names]
+                most = max(most, sum(layer in own for layer in layers) / len(layers))
+        return 1 / most
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         with self._together("initialize_from_config", kv_cache_config):
@@ -177,13 +223,47 @@ class MultiprocExecutor(UniProcExecutor):
         if self.dead_because is not None and not scheduled.total_num_scheduled_tokens:
             return PendingOutput(ModelRunnerOutput(), [])
         number = self._call("execute_model", replace(scheduled, kv_connector_metadata=None))
-        with self._regroups(number), use_tp_group(self._group):
+        if not self._has_stages:
+            return self._execute(number, scheduled)
+        step = _WaitingStep(number, scheduled, self._num_groups)
+        self._waiting.append(step)
+        return PendingOutput(ModelRunnerOutput(), [partial(self._read_waiting, step)])
+
+    def _execute(self, number: int, scheduled: SchedulerOutput) -> PendingOutput:
+        with self._regroups(number), use_groups(self._group, self._links):
             pending = super().execute_model(scheduled)
         return pending._replace(parts=[partial(self._confirm, number), *pending.parts])
 
+    def _read_waiting(self, step: _WaitingStep, output: ModelRunnerOutput) -> None:
+        self._run_waiting(step)
+        assert step.outcome is not None
+        if isinstance(step.outcome, BaseException):
+            raise step.outcome
+        output.kv_connector_output = step.outcome.output.kv_connector_output
+        for read in step.outcome.parts:
+            read(output)
+
+    def run_waiting_steps(self) -> None:
+        self._run_waiting()
+
+    def _run_waiting(self, last: _WaitingStep | None = None) -> None:
+        """Run this process's part of the steps that wait, up to ``last``; None: all of them."""
+        while self._waiting and (last is None or last.outcome is None):
+            step = self._waiting.popleft()
+            try:
+                if step.group != self._num_groups:
+                    # The other stages gave it up when a step before it failed.
+                    self.worker.model_runner.skip_step(step.scheduled)
+                    raise FailureError(
+                        Failure(FailureKind.STEP_FAILED, "the step before this one failed")
+                    )
+                step.outcome = self._execute(step.number, step.scheduled)
+            except Exception as error:
+                step.outcome = error
+
     def find_hooks(self, names: Iterable[str]) -> list[HookPoint]:
         points = super().find_hooks(names)
-        for point in points:
+        for point in points if self._group.world_size > 1 else ():
             if point.part == "input" and isinstance(point.module, RowParallelLinear):
                 raise ValueError(
                     f"hooks: {point.names[0]!r} is cut over the ranks of tensor_parallel_size="
@@ -201,9 +281,10 @@ class MultiprocExecutor(UniProcExecutor):
     def _together(self, method: str, *args: Any) -> Iterator[list[Any]]:
         """Let the others do what the block does here; the list has their results at its end."""
         results: list[Any] = []
+        self._run_waiting()
         number = self._call(method, *args)
         with self._regroups(number):
-            with use_tp_group(self._group):
+            with use_groups(self._group, self._links):
                 yield results
             results += self._results(number)
 
@@ -252,20 +333,15 @@ class MultiprocExecutor(UniProcExecutor):
         """
         if self._group.communicator is not None:
             self._group.communicator.close()
+        self._links.close()
         answers = [] if number is None else [other.answer(number) for other in self._others]
         self._num_groups += 1
         joined = self._call("join", self._num_groups)
         for other in self._others:
             other.answer(joined)
-        parallel = self._config.parallel_config
-        communicator = SharedMemoryCommunicator(
-            self._memory,
-            0,
-            self._num_groups,
-            parallel.distributed_timeout_seconds,
-            lambda: all(other.is_alive for other in self._others),
+        self._group, self._links = self._connections.join(
+            self._num_groups, lambda: all(other.is_alive for other in self._others)
         )
-        self._group = GroupCoordinator(0, parallel.world_size, communicator)
         return answers
 
     def _watch(self, other: RankProcess) -> None:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from vllm.config import VllmConfig
 from vllm.exceptions import Failure
 from vllm.logger import LogFormat
+from vllm.v1.executor.rank_wiring import Wiring
 
 
 @dataclass(frozen=True)
@@ -15,9 +16,8 @@ class RankSettings:
     """Everything that a rank's process needs to know."""
 
     vllm_config: VllmConfig
-    rank: int
-    shared_memory: int
-    """Descriptor of a file (``SharedMemory.make_file``) that the process inherits."""
+    wiring: Wiring
+    """Its descriptors are inherited by the process."""
     models: dict[str, str]
     """Architectures registered in the engine core's process: name -> "module:Class"."""
     log_format: LogFormat

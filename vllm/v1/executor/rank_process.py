@@ -1,8 +1,8 @@
-"""A rank that is not the first, in its own process: ``python -m vllm.v1.executor.rank_process
+"""A rank in its own process: ``python -m vllm.v1.executor.rank_process
 FOLDER``.
 
-It does what the first rank does (:mod:`vllm.v1.executor.multiproc_executor`), at the same time, but
-keeps no rows and reports no tokens.
+It does what the engine's process does (:mod:`vllm.v1.executor.multiproc_executor`), at the same
+time, but keeps no rows and reports no tokens.
 """
 
 from __future__ import annotations
@@ -15,12 +15,9 @@ from typing import Any
 
 import zmq
 
-from vllm.distributed.communicators import (
-    GroupClosedError,
-    SharedMemory,
-    SharedMemoryCommunicator,
-)
-from vllm.distributed.parallel_state import ALONE, GroupCoordinator, use_tp_group
+from vllm.distributed.communicators import GroupClosedError
+from vllm.distributed.parallel_state import ALONE, use_groups
+from vllm.distributed.pipeline_links import NO_LINKS
 from vllm.exceptions import Failure, FailureKind, kind_of
 from vllm.logger import init_logger, set_log_format
 from vllm.model_classes import ModelRegistry
@@ -30,6 +27,7 @@ from vllm.utils.gc_utils import settle_garbage_collector
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine.core_messages import WorkerCall
 from vllm.v1.executor.rank_messages import RankAnswer, RankCall, RankSettings
+from vllm.v1.executor.rank_wiring import Connections
 from vllm.v1.executor.uniproc_executor import call_worker, worker_class
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.gpu_worker import Worker
@@ -38,20 +36,20 @@ logger = init_logger(__name__)
 
 
 class Rank:
-    """The methods that the first rank calls, with the worker of this one."""
+    """The methods that the engine's process calls, with the worker of this one."""
 
     worker: Worker
 
     def __init__(self, settings: RankSettings) -> None:
         self._config = settings.vllm_config
-        self._rank = settings.rank
-        self._memory = SharedMemory(settings.shared_memory, self._config.parallel_config.world_size)
-        self._group = ALONE
+        self._rank = self._config.parallel_config.rank
+        self._connections = Connections(self._config.parallel_config, settings.wiring)
+        self._group, self._links = ALONE, NO_LINKS
 
     def answer(self, call: RankCall) -> RankAnswer:
         """Carry out a call. After a failure no rank waits for this one."""
         try:
-            with use_tp_group(self._group):
+            with use_groups(self._group, self._links):
                 result = getattr(self, call.method)(*call.args)
             return RankAnswer(call.number, result)
         except Exception as error:
@@ -67,14 +65,12 @@ class Rank:
     def join(self, generation: int) -> None:
         """Leave the group for a new one."""
         self._leave()
-        parallel = self._config.parallel_config
-        seconds = parallel.distributed_timeout_seconds
-        communicator = SharedMemoryCommunicator(self._memory, self._rank, generation, seconds)
-        self._group = GroupCoordinator(self._rank, parallel.world_size, communicator)
+        self._group, self._links = self._connections.join(generation)
 
     def _leave(self) -> None:
         if self._group.communicator is not None:
             self._group.communicator.close()
+        self._links.close()
 
     def load_model(self) -> None:
         load_general_plugins()

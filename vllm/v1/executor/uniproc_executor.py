@@ -111,6 +111,9 @@ class UniProcExecutor:
     def execute_model(self, scheduled: SchedulerOutput) -> PendingOutput:
         return self.worker.model_runner.execute_model(scheduled)
 
+    def run_waiting_steps(self) -> None:
+        """Run what :meth:`execute_model` put off until its result is asked for; here nothing."""
+
     def shutdown(self) -> None:
         """End all workers, which frees the weights and the pool."""
         self._end_worker()

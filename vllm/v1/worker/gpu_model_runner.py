@@ -66,6 +66,7 @@ from vllm.v1.worker.input_batch import (
     layer_metadata,
     make_batch,
 )
+from vllm.v1.worker.pipeline import Pipeline
 from vllm.v1.worker.recorded_steps import (
     Onlookers,
     Record,
@@ -118,7 +119,8 @@ class GPUModelRunner:
         self._metadata_may_be_kept = False
         self._aux_layer_ids: frozenset[LayerId] = frozenset()
         model_config = vllm_config.model_config
-        self._is_first_rank = vllm_config.parallel_config.rank == 0
+        self._is_driver = vllm_config.parallel_config.is_driver
+        self.pipeline = Pipeline(vllm_config)
         self.extractor = RowExtractor(
             self.row_transport,
             model_config.get_row_size(),
@@ -135,7 +137,7 @@ class GPUModelRunner:
             if self.vllm_config.model_config.enable_prompt_embeds:
                 check_takes_embeds(self.model)
             fields: tuple[Field, ...] = ()
-            if self._is_first_rank:
+            if self._is_driver or self.pipeline.relays:
                 fields = make_fields(self.model, self.vllm_config.model_config)
             self.extractor.fields = fields
             if self.vllm_config.speculative_config is not None:
@@ -152,12 +154,16 @@ class GPUModelRunner:
                 f"tensor_parallel_size={num_ranks}: {type(self.model).__name__} has modules of "
                 "other packages, which are not cut over ranks; use 1"
             )
-        mode = self.vllm_config.model_config.logprobs_mode
+        mode, parallel = (
+            self.vllm_config.model_config.logprobs_mode,
+            self.vllm_config.parallel_config,
+        )
         self.sampler = StepSampler(
             self.model.compute_logits,
             self.device,
             fails_for_logits=self.proposer is None,
             reports_processed=mode == "processed_logprobs",
+            pipeline=self.pipeline if parallel.pipeline_parallel_size > 1 else None,
         )
         captures = supports_row_capture(self.model)
         self._collects_aux = not captures and supports_eagle3(self.model)
@@ -195,7 +201,7 @@ class GPUModelRunner:
                 "all others through FlashInfer; enforce_eager records none"
             )
         transfer = self.vllm_config.connector_config
-        if transfer is not None and self._is_first_rank:
+        if transfer is not None and self._is_driver:
             connector = KVConnectorFactory.create_connector(
                 self.vllm_config, KVConnectorRole.WORKER, config
             )
@@ -279,6 +285,8 @@ class GPUModelRunner:
                 self.connector.begin_step(scheduled)
         finally:
             self._update_states(scheduled)
+            if self.pipeline.relays:
+                self.pipeline.kept.update(scheduled, lambda: self.hook_points)
         self._copy_blocks(scheduled.block_copies)
         output = ModelRunnerOutput()
         sampled: SampledTokens | None = None
@@ -306,6 +314,16 @@ class GPUModelRunner:
             output.kv_connector_output = self.connector.end_step(scheduled, states)
         parts = [part.read for part in (sampled, rows) if part is not None]
         return PendingOutput(output, parts)
+
+    def skip_step(self, scheduled: SchedulerOutput) -> None:
+        """Take in which requests begin and end with a step whose pass does not run."""
+        self.extractor.drop_step()
+        try:
+            if self.connector is not None:
+                self.connector.begin_step(scheduled)
+                self.connector.end_step(scheduled, [])
+        finally:
+            self._update_states(scheduled)
 
     def _update_states(self, scheduled: SchedulerOutput) -> None:
         for req_id in scheduled.finished_req_ids:
@@ -352,8 +370,8 @@ class GPUModelRunner:
     def _make_rows(self, spec: ExtractionSpec, num_tokens: int) -> CallerTensors | None:
         """Make room for a request's rows. Ranks other than the first keep none, but all of them
         compute logits together."""
-        if not self._is_first_rank:
-            if not spec.top_logprobs:
+        if not self._is_driver:
+            if not (spec.top_logprobs and self.pipeline.stage.is_last):
                 return None
             spec = msgspec.structs.replace(spec, layer_ids=(), hooks=())
         return self.extractor.make_rows(spec, num_tokens)
@@ -412,10 +430,12 @@ class GPUModelRunner:
         )
         metadata = layer_metadata(self.kv_cache_config, inputs)
         targets = self.extractor.begin_step(batch)
-        if self.proposer is not None and self._is_first_rank:
+        if self.proposer is not None and self._is_driver:
             slots = metadata[self.proposer.layer_name].slot_mapping
             targets.append(self.proposer.target(slots))
-        capture = RowCapture(targets) if targets else None
+        capture: RowSink | None = RowCapture(targets) if targets else None
+        if self.pipeline.relays:
+            capture = self.pipeline.kept.sink(batch)
         depth = scheduled.num_layers_to_run
         rotary = batch.rotary_positions
         return ForwardContext(
@@ -448,7 +468,9 @@ class GPUModelRunner:
         positions = to_device(batch.positions, self.device)
 
         def run() -> torch.Tensor:
-            embeds = self._input_embeds(batch, token_ids)
+            embeds = None
+            if self.pipeline.reads_embeddings(self.model):
+                embeds = self._input_embeds(batch, token_ids)
             with self._contracts(batch, scheduled):
                 return self.forward(token_ids, positions, context, embeds)
 
@@ -534,7 +556,7 @@ class GPUModelRunner:
         with set_forward_context(context), hooks:
             # Third-party models may take no more than two arguments.
             options = {} if inputs_embeds is None else {"inputs_embeds": inputs_embeds}
-            hidden = self.model(token_ids, positions, **options)
+            hidden = self.pipeline.run(self.model, token_ids, positions, options)
         if self._aux_layer_ids:
             assert sink is not None
             if not isinstance(hidden, tuple):
@@ -545,7 +567,7 @@ class GPUModelRunner:
             hidden, aux = hidden
             sink.take_aux_hidden_states(aux)
         if sink is not None:
-            if NORM in sink.layer_ids:
+            if NORM in sink.layer_ids and self.pipeline.stage.is_last:
                 sink.put(HIDDEN_STATES, NORM, self._head_input(hidden), None)
             sink.end_step()
         # A third-party module may compute in another dtype.

@@ -16,6 +16,7 @@ from vllm.v1.sample.logprobs import PendingLogprobs, gather_logprobs
 from vllm.v1.sample.metadata import SamplerRow, SamplingMetadata
 from vllm.v1.sample.sampler import PendingSample, Sampler
 from vllm.v1.worker.input_batch import RequestState, StepBatch
+from vllm.v1.worker.pipeline import Pipeline
 
 PROMPT_LOGITS_ROWS = 256
 """Positions whose logits exist at once while prompt log-probabilities are computed."""
@@ -105,7 +106,9 @@ class StepSampler:
         *,
         fails_for_logits: bool,
         reports_processed: bool = False,
+        pipeline: Pipeline | None = None,
     ) -> None:
+        self._pipeline = pipeline
         self._compute_logits = compute_logits
         self._reports_processed = reports_processed
         self._fails_for_logits = fails_for_logits
@@ -121,7 +124,8 @@ class StepSampler:
     def sample(self, batch: StepBatch, hidden: torch.Tensor) -> SampledTokens:
         """Sample for every request whose last token is in the batch."""
         self._last = None
-        prompt_logprobs = self._prompt_logprobs(batch, hidden)
+        has_head = self._pipeline is None or self._pipeline.stage.is_last
+        prompt_logprobs = self._prompt_logprobs(batch, hidden) if has_head else []
         ends = (batch.num_computed + batch.num_scheduled).tolist()
         chosen = [
             row
@@ -129,13 +133,18 @@ class StepSampler:
             if ends[row] == state.tokens.length and state.sampling_params.max_tokens != 0
         ]
         sampled, states = None, [batch.states[row] for row in chosen]
-        if chosen:
+        if chosen and not has_head:
+            assert self._pipeline is not None
+            sampled = PendingSample.of_tokens(self._pipeline.sampled_elsewhere())
+        elif chosen:
             rows: torch.Tensor | slice = slice(None)
             if len(chosen) < batch.num_tokens:
                 rows = to_device(batch.query_start[1:][chosen] - 1, self._device)
             with only_rows(rows):
                 logits = self._compute_logits(hidden[rows])
             sampled = self._choose(states, logits)
+            if self._pipeline is not None:
+                self._pipeline.hand_out_tokens(sampled.token_ids)
         self._last = SampledTokens(
             states, sampled, prompt_logprobs, fails_for_logits=self._fails_for_logits
         )

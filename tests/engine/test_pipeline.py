@@ -1,0 +1,193 @@
+"""Pipeline stages: the bits of one process, layers that need not run, and failures."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.engine import rank_functions, test_ranks
+from tests.engine.harness import engine, extraction_config, greedy
+from tests.engine.test_ranks import (
+    OPTIONS,
+    PROMPTS,
+    SAMPLED,
+    rank_processes,
+    same_bits,
+    tokens,
+)
+from tests.grids import at_night
+from tests.models.checkpoints import make_checkpoint
+from vllm import LLM
+
+Checkpoint = Callable[..., Path]
+FAMILY = "qwen3_5"
+STAGES = {**OPTIONS, "pipeline_parallel_size": 2}
+"""Layers 0, 1 and 2, then 3 and 4."""
+results = partial(
+    test_ranks.results,
+    hooks=["blocks.1.hook_attn_out", "blocks.4.hook_attn_out", "blocks.0.hook_resid_post"],
+)
+
+
+@pytest.fixture(scope="module")
+def stages(checkpoint: Checkpoint) -> Iterator[LLM]:
+    """An engine of two stages, both of whose pools are NaN at the start."""
+    with engine(checkpoint(FAMILY), **STAGES) as llm:
+        llm.collective_rpc(rank_functions.poison)
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def alone(checkpoint: Checkpoint) -> Iterator[LLM]:
+    with engine(checkpoint(FAMILY), **OPTIONS) as llm:
+        yield llm
+
+
+def test_every_field_has_the_bits_of_one_process(stages: LLM, alone: LLM) -> None:
+    found, expected = results(stages), results(alone)
+    assert same_bits(found, expected)
+    for ours, whole in zip(found, expected, strict=True):
+        assert ours.token_ids.tolist() == whole.token_ids.tolist()
+        if whole.top_logprobs is not None:
+            assert torch.equal(ours.top_token_ids, whole.top_token_ids)
+            assert torch.equal(ours.top_logprobs, whole.top_logprobs)
+
+
+def test_tokens_are_those_of_one_process(stages: LLM, alone: LLM) -> None:
+    for params in (greedy(9), SAMPLED, greedy(3, logprobs=2, prompt_logprobs=1)):
+        assert tokens(stages, params) == tokens(alone, params)
+
+
+def test_stages_share_the_weights(stages: LLM, alone: LLM) -> None:
+    last, first = stages.collective_rpc(rank_functions.parameter_bytes)
+    (whole,) = alone.collective_rpc(rank_functions.parameter_bytes)
+    assert max(first, last) < 0.75 * whole
+    assert stages.collective_rpc(rank_functions.rank) == [1, 0]
+
+
+def test_stages_above_the_deepest_layer_do_not_run(stages: LLM) -> None:
+    stages.collective_rpc(rank_functions.count_layers)
+    for layers, first, last in (
+        ([0, 1], [0], []),
+        ([3], [0, 1, 2], []),  # the boundary between them: the second stage has it
+        ([4], [0, 1, 2], [3]),
+        (["norm"], [0, 1, 2], [3, 4]),
+    ):
+        stages.reset_prefix_cache()
+        list(stages.extract(PROMPTS, layers=layers))
+        assert stages.collective_rpc(rank_functions.layers_run) == [last, first]
+
+
+def test_chunks_and_a_tiny_pool_change_no_bit(stages: LLM, checkpoint: Checkpoint) -> None:
+    blocks = {"num_gpu_blocks_override": 14, "max_num_batched_tokens": 16}
+    with engine(checkpoint(FAMILY), **STAGES, **blocks) as llm:
+        assert same_bits(results(llm), results(stages))
+        assert tokens(llm, SAMPLED) == tokens(stages, SAMPLED)
+
+
+def test_files_of_two_stages(stages: LLM, checkpoint: Checkpoint, tmp_path: Path) -> None:
+    config = extraction_config([0, 2, 4, "norm"], tmp_path / "rows")
+    with engine(checkpoint(FAMILY), **STAGES, **config) as llm:
+        outputs = llm.generate(PROMPTS, greedy(1), use_tqdm=False)
+    for output, sample in zip(outputs, results(stages), strict=False):
+        params: Any = output.kv_transfer_params
+        rows = load_file(params["hidden_states_path"])["hidden_states"]
+        assert torch.equal(rows, sample.hidden_states)
+
+
+def test_weights_change_in_all_stages(
+    stages: LLM, alone: LLM, checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    other = make_checkpoint(tmp_path / "other", FAMILY, seed=77)
+    before = results(stages)
+    for llm in (stages, alone):
+        llm.update_weights(str(other))
+    assert same_bits(results(stages), results(alone))
+    assert not same_bits(results(stages), before)
+    stages.sleep(level=1)
+    stages.wake_up()
+    for llm in (stages, alone):
+        llm.update_weights(load_file(checkpoint(FAMILY) / "model.safetensors"))
+    assert same_bits(results(stages), before)
+
+
+@pytest.mark.parametrize("failing_rank", [0, 1])
+def test_a_step_that_fails_in_one_stage_does_not_end_the_engine(
+    stages: LLM, failing_rank: int
+) -> None:
+    before = results(stages)
+    stages.reset_prefix_cache()
+    stages.collective_rpc(rank_functions.fail_in_next_pass, args=(failing_rank,))
+    (failed,) = stages.extract(PROMPTS[:1], layers=["norm"], on_error="yield")
+    assert "planted" in str(failed)
+    assert same_bits(results(stages), before)
+
+
+def test_a_stage_killed_in_a_step_fails_its_requests(checkpoint: Checkpoint) -> None:
+    others = rank_processes()
+    with LLM(str(checkpoint(FAMILY)), **STAGES) as llm:
+        llm.collective_rpc(rank_functions.hang_in_next_pass, args=(0,))
+        (pid,) = rank_processes() - others
+        threading.Timer(0.5, os.kill, (pid, signal.SIGKILL)).start()
+        (failed,) = llm.extract(PROMPTS[:1], layers=[4], on_error="yield")
+        assert "rank 0 ended with status -9" in str(failed)
+    assert rank_processes() == others
+
+
+@pytest.mark.parametrize(
+    ("partition", "options"),
+    [
+        at_night("", {"pipeline_parallel_size": 4}),
+        at_night("1,4", {}),
+        at_night("4,1", {"tensor_parallel_size": 2}),
+    ],
+)
+def test_other_stages(
+    partition: str,
+    options: dict[str, Any],
+    checkpoint: Checkpoint,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Several ranks a stage have the bits of as many ranks without stages."""
+    ranks = {"tensor_parallel_size": options.get("tensor_parallel_size", 1)}
+    with engine(checkpoint(FAMILY), **OPTIONS, **ranks) as llm:
+        expected, expected_tokens = results(llm), tokens(llm, SAMPLED)
+    if partition:
+        monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", partition)
+    with engine(checkpoint(FAMILY), **{**STAGES, **options}) as llm:
+        assert same_bits(results(llm), expected)
+        assert tokens(llm, SAMPLED) == expected_tokens
+
+
+@pytest.mark.parametrize(
+    ("options", "partition", "message"),
+    [
+        ({"pipeline_parallel_size": 6}, "", "at most 5 stages"),
+        ({}, "1,2", r"VLLM_PP_LAYER_PARTITION=1,2: .* 5 layers together"),
+        ({}, "1,x", "VLLM_PP_LAYER_PARTITION='1,x': use a number of layers"),
+        ({"enable_lora": True}, "", "pipeline_parallel_size=2 with enable_lora"),
+        at_night({"model_impl": "transformers"}, "", "=2: .* other packages"),
+    ],
+)
+def test_what_cannot_be_divided_is_refused_by_name(
+    options: dict[str, Any],
+    partition: str,
+    message: str,
+    checkpoint: Checkpoint,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    others = rank_processes()
+    if partition:
+        monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", partition)
+    with pytest.raises(ValueError, match=message):
+        LLM(str(checkpoint(FAMILY)), **{**STAGES, **options})
+    assert rank_processes() == others
