@@ -1,7 +1,7 @@
 """Every family with a class of its own on two ranks, against one.
 
     python -m tests.models.ranks_of_families [FAMILY ...]     # all without; prints a table
-    python -m tests.models.ranks_of_families --option pipeline_parallel_size
+    python -m tests.models.ranks_of_families --way stages               # or experts
 
 Rows at all boundaries, log-probabilities and tokens of two ranks have to be those of one, within
 1e-4 of a row's rms, and those of two pipeline stages the same bits; in chunks, with prefix hits
@@ -15,6 +15,7 @@ import argparse
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
@@ -27,7 +28,14 @@ from tests.models.families import FAMILIES
 from tests.models.kinds_of_run import Family
 from tests.models.oracle import relative_error
 
-RANKS, STAGES = "tensor_parallel_size", "pipeline_parallel_size"
+WAYS: Mapping[str, Mapping[str, Any]] = {
+    "tensor": {"tensor_parallel_size": 2},
+    "stages": {"pipeline_parallel_size": 2},
+    "experts": {"tensor_parallel_size": 2, "enable_expert_parallel": True},
+}
+"""Options of the engine that is compared with one process."""
+REFUSALS = ("tensor_parallel_size=2", "pipeline_parallel_size=2")
+"""Names in the error when the tiny checkpoint cannot be cut."""
 MOST_ERROR = 1e-4
 TOP = 4
 
@@ -51,9 +59,9 @@ def core_has_head(llm: Any) -> bool:
     return llm.llm_engine.engine_core.executor.no_head_reason() is None
 
 
-def compare(family: Family, option: str) -> str:
+def compare(family: Family, way: str) -> str:
     rows, logprobs, tokens = results(family)
-    ranks = {option: 2}
+    ranks = WAYS[way]
     other_rows, other_logprobs, other_tokens = results(family, **ranks)
     with family.engine(**ranks, max_num_batched_tokens=16) as llm:
         for chunked, whole in zip(family.extracted(llm, family.layers), other_rows, strict=True):
@@ -63,7 +71,7 @@ def compare(family: Family, option: str) -> str:
         for r, o in zip(rows, other_rows, strict=True)
         for i in range(r.shape[1])
     ]
-    most = 0.0 if option == STAGES else MOST_ERROR
+    most = 0.0 if way == "stages" else MOST_ERROR
     assert max(errors) <= most, f"rows are {max(errors):.0e} of the rms away"
     if logprobs is not None:
         away = max(
@@ -74,24 +82,24 @@ def compare(family: Family, option: str) -> str:
     return f"rows {max(errors):.0e}"
 
 
-def checked(name: str, folder: Path, option: str = RANKS) -> str:
+def checked(name: str, folder: Path, way: str = "tensor") -> str:
     """Compare a family in words. ValueError: it cannot be cut in two."""
     with redirect_stdout(StringIO()):
-        return compare(Family(name, folder), option)
+        return compare(Family(name, folder), way)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("families", nargs="*", default=sorted(FAMILIES))
-    parser.add_argument("--option", choices=[RANKS, STAGES], default=RANKS)
+    parser.add_argument("--way", choices=list(WAYS), default="tensor")
     arguments, failed = parser.parse_args(), 0
     for name in arguments.families:
         start = time.monotonic()
         with tempfile.TemporaryDirectory() as folder:
             try:
-                result = checked(name, Path(folder), arguments.option)
+                result = checked(name, Path(folder), arguments.way)
             except Exception as error:
-                is_size = isinstance(error, ValueError) and f"{arguments.option}=2" in str(error)
+                is_size = isinstance(error, ValueError) and any(r in str(error) for r in REFUSALS)
                 failed += not is_size
                 kind = "refused" if is_size else "WRONG"
                 result = f"{kind}: {type(error).__name__}: {str(error).splitlines()[0][:150]}"

@@ -119,6 +119,11 @@ def _check_connector(config: VllmConfig) -> None:
 def _check_ranks(config: VllmConfig) -> None:
     """Refuse options that do not work for several ranks."""
     parallel, transfer = config.parallel_config, config.connector_config
+    if parallel.enable_expert_parallel and parallel.data_parallel_size > 1:
+        raise ValueError(
+            f"enable_expert_parallel with data_parallel_size={parallel.data_parallel_size}: "
+            "engines side by side share no experts; use tensor_parallel_size, or leave one out"
+        )
     size, device = parallel.world_size, config.device_config.device_type
     if parallel.data_parallel_size > 1 and device != "cpu":
         raise ValueError(

@@ -42,6 +42,7 @@ def value_identity(vllm_config: VllmConfig, kernels: str) -> dict[str, Any]:
     """
     model = vllm_config.model_config
     ranks = vllm_config.parallel_config.tensor_parallel_size
+    spreads = ranks > 1 and vllm_config.parallel_config.enable_expert_parallel
     identity = {
         "config": _digest({k: v for k, v in _config(model).items() if k not in _WHERE_READ}),
         "model_dtype": str(model.dtype),
@@ -59,6 +60,7 @@ def value_identity(vllm_config: VllmConfig, kernels: str) -> dict[str, Any]:
         "plugins": [_plugin(plugin) for plugin in loaded_plugins],
         "kernels": kernels,
         "tensor_parallel_size": ranks if ranks > 1 else None,
+        "enable_expert_parallel": spreads or None,
         "values_version": VALUES_VERSION,
     }
     return {name: value for name, value in identity.items() if value not in (None, [], {})}

@@ -15,6 +15,7 @@ from vllm.config.failures import failures_named
 from vllm.config.parallel import ParallelConfig
 from vllm.logger import init_logger
 from vllm.utils.checked import UNSET, Fillable, at_least, config, is_unset, require
+from vllm.utils.pipeline_stage import PipelineStage
 from vllm.utils.text import brief, did_you_mean
 
 # A help text reads the fields below: nothing that loads torch is imported before an object is made.
@@ -437,6 +438,11 @@ class ModelConfig:
         """Decoder layers on this rank's pipeline stage."""
         start, end = self.get_layers_start_end_indices(parallel_config)
         return end - start
+
+    def stage_of(self, parallel_config: ParallelConfig) -> PipelineStage:
+        """Return this rank's pipeline stage. ValueError: the layers cannot be divided so."""
+        layers = self.get_layers_start_end_indices(parallel_config)
+        return PipelineStage(*layers, self.get_total_num_hidden_layers())
 
     def get_layers_start_end_indices(self, parallel_config: ParallelConfig) -> tuple[int, int]:
         """Return the first layer of this rank's pipeline stage, and the one after its last.

@@ -26,8 +26,8 @@ class ParallelConfig:
     """Number of ranks over which the tokens of a sequence are spread while decoding."""
     prefill_context_parallel_size: Annotated[int, Field(ge=1), ONE_ONLY] = 1
     """Number of ranks over which the tokens of a sequence are spread while prefilling."""
-    enable_expert_parallel: Annotated[bool, Option(supported=(False,))] = False
-    """Spread the experts of a layer over the ranks instead of splitting each expert."""
+    enable_expert_parallel: Annotated[bool, Option(short_flag="-ep")] = False
+    """Give each rank of tensor_parallel_size whole experts instead of a slice of each."""
     distributed_executor_backend: Annotated[str | None, Option(supported=(None, "uni", "mp"))] = (
         None
     )

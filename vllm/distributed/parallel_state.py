@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import pickle
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -100,6 +100,17 @@ class GroupCoordinator:
             for rank, part in enumerate(parts):
                 flat[rank, place] = part
         return torch.cat(list(whole), dim)
+
+    def gather_rows(self, rows: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+        """Return the ranks' rows one after another. counts: how many each rank has."""
+        if self.world_size == 1:
+            return rows
+        padded = rows.new_zeros((max(counts), *rows.shape[1:]))
+        padded[: len(rows)] = rows
+        if not len(padded):
+            return rows
+        parts = self.all_gather(padded[None], 0)
+        return torch.cat([part[:n] for part, n in zip(parts, counts, strict=True)])
 
     @property
     def _open(self) -> Communicator:

@@ -17,7 +17,7 @@ from vllm.distributed.communicators import SharedMemoryCommunicator
 
 
 class _Header(NamedTuple):
-    """What follows on a link."""
+    """A description of the tensors that follow on a link."""
 
     about: Any
     forms: list[tuple[torch.Size, torch.dtype]]

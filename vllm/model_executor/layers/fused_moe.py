@@ -10,9 +10,11 @@ from typing import Literal
 import torch
 from torch import nn
 
+from vllm.config import get_current_vllm_config_or_none
 from vllm.distributed.parallel_state import (
     get_tensor_model_parallel_rank,
     get_tensor_model_parallel_world_size,
+    get_tp_group,
     tensor_model_parallel_all_reduce,
 )
 from vllm.forward_context import current_adapters, current_row_sink, only_rows
@@ -140,14 +142,20 @@ def _one_by_one(weights: Stored | PackedExperts) -> Iterable[Stored]:
     return weights.weights if isinstance(weights, PackedExperts) else weights.unbind()
 
 
+def _spreads_experts() -> bool:
+    config = get_current_vllm_config_or_none()
+    return config is not None and config.parallel_config.enable_expert_parallel
+
+
 EXPERTS = ExpertChoices.source
 
 
 class Experts(Layer):
-    """The experts' weights, gate above up, and their products; each expert is cut over the ranks.
+    """The experts' weights, gate above up, and their products.
 
-    With two ``projections`` there is no gate, and ``gate_up_proj`` is the one before the
-    activation.
+    Each expert is cut over the ranks or, with ``enable_expert_parallel``, each rank has some of
+    them whole. With two ``projections`` there is no gate, and ``gate_up_proj`` is the one before
+    the activation.
 
     In a checkpoint either one tensor holds all experts (``gate_up_proj`` [experts, 2 I, H],
     ``down_proj`` [experts, H, I], biases ``gate_up_proj_bias``, ``down_proj_bias``), or each
@@ -168,9 +176,22 @@ class Experts(Layer):
         super().__init__()
         self.num_experts, self.hidden_size = num_experts, hidden_size
         self.whole_size = intermediate_size
-        self.tp_rank = get_tensor_model_parallel_rank()
-        self.tp_size = get_tensor_model_parallel_world_size()
-        self.size = divide(intermediate_size, self.tp_size, f"the experts' width of {prefix!r}")
+        self.tp_rank, self._ranks = get_tensor_model_parallel_rank(), get_tp_group()
+        tp_size = get_tensor_model_parallel_world_size()
+        self._is_spread = tp_size > 1 and _spreads_experts()
+        parts = tp_size if self._is_spread else 1
+        self._bounds = [num_experts * rank // parts for rank in range(parts + 1)]
+        """First expert of each rank, and the number of experts."""
+        self.own = range(num_experts)
+        if self._is_spread:
+            if num_experts < tp_size:
+                raise ValueError(
+                    f"enable_expert_parallel: the {num_experts} experts of {prefix!r} cannot be "
+                    f"spread over tensor_parallel_size={tp_size} ranks; use at most {num_experts}"
+                )
+            self.own = range(*self._bounds[self.tp_rank : self.tp_rank + 2])
+            self.tp_rank = 0  # of one that has whole experts
+        self.size = divide(intermediate_size, tp_size // parts, f"the experts' width of {prefix!r}")
         self.projections = projections
         self.num_inputs = len(projections) - 1
         self.activation = activation or SiluAndMul()
@@ -188,7 +209,7 @@ class Experts(Layer):
             self.down_proj_bias = self._parameter(hidden_size, loader=self.load_down_bias)
 
     def _parameter(self, *shape: int, loader: Callable[..., None]) -> nn.Parameter:
-        return make_parameter(torch.empty(self.num_experts, *shape), loader)
+        return make_parameter(torch.empty(len(self.own), *shape), loader)
 
     # ---- loading; a shard is (expert, part: gate 0, up 1), None is all of them
 
@@ -208,7 +229,7 @@ class Experts(Layer):
         """This rank's share of a tensor of one expert."""
         assert isinstance(shard_id, tuple)
         expert, part = shard_id
-        return replace(self.shares_of(param)[part], table=expert)
+        return replace(self.shares_of(param)[part], table=expert - self.own.start)
 
     def shares_of(self, param: nn.Parameter) -> list[Share]:
         """This rank's share of each part of an expert's weight."""
@@ -261,19 +282,21 @@ class Experts(Layer):
         if shard_id is not None:
             assert isinstance(shard_id, tuple) and not isinstance(loaded, PackedExperts)
             expert, part = shard_id
-            yield loaded, replace(shares[part], table=expert)
+            if expert in self.own:
+                yield loaded, replace(shares[part], table=expert - self.own.start)
             return
         rows, columns = shares[0].shape
         tail = (columns,) if param is not self.gate_up_proj_bias else ()
         check_shape(loaded, (self.num_experts, len(shares) * rows, *tail))
         for expert, weight in enumerate(_one_by_one(loaded)):
-            for part, share in enumerate(shares):
-                yield weight.narrow(0, part * rows, rows), replace(share, table=expert)
+            for part, share in enumerate(shares) if expert in self.own else ():
+                table = expert - self.own.start
+                yield weight.narrow(0, part * rows, rows), replace(share, table=table)
 
     def load_down_bias(self, param: nn.Parameter, loaded_weight: torch.Tensor) -> None:
-        """Load the bias, which only the first rank adds."""
-        check_shape(loaded_weight, tuple(param.shape))
-        param.data.copy_(loaded_weight)
+        """Load the bias, which only one rank adds."""
+        check_shape(loaded_weight, (self.num_experts, self.hidden_size))
+        param.data.copy_(loaded_weight[self.own.start : self.own.stop])
         if self.tp_rank:
             param.data.zero_()
 
@@ -286,7 +309,18 @@ class Experts(Layer):
         tokens: torch.Tensor,
     ) -> None:
         """x: [tokens, hidden]; rows, starts: see ``expert_linear``; out: [pairs, hidden]; tokens:
-        int64 [pairs], the token of each."""
+        int64 [pairs], the token of each. Pairs of another rank's experts are not written."""
+        if self._is_spread:
+            starts = starts[self.own.start : self.own.stop + 1]
+            begin, end = int(starts[0]), int(starts[-1])
+            starts = starts - begin
+            out, tokens = out[begin:end], tokens[begin:end]
+            if rows is None:
+                x = x[begin:end]
+            else:
+                rows = rows[begin:end]
+            if begin == end:
+                return
         weights = [weight_of(each) for each in (self.gate_up_proj, self.down_proj)]
         is_adapted = any(each.is_adapted for each in weights) and current_adapters() is not None
         if not all(each.is_in_rows for each in weights):
@@ -300,6 +334,16 @@ class Experts(Layer):
         expert_linear(inner, None, starts, self.down_proj, self.down_proj_bias, out)
         if is_adapted:
             self._adapt(weights[1], inner, None, starts, out, tokens)
+
+    def complete(self, out: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
+        """Return the outputs of all pairs, from what each rank has of them."""
+        if not self._is_spread:
+            return tensor_model_parallel_all_reduce(out)
+        ends = starts[self._bounds].tolist()
+        counts = [end - begin for begin, end in pairwise(ends)]
+        own = self._ranks.rank_in_group
+        rows = get_tp_group().gather_rows(out[ends[own] : ends[own + 1]], counts)
+        return torch.cat([rows, out[len(rows) :]]) if len(rows) < len(out) else rows
 
     def _adapt(
         self,
@@ -502,11 +546,11 @@ class FusedMoE(RoutedLayer):
             weights = torch.ones_like(weights)
         else:
             self.experts(inputs, pairs.tokens, pairs.starts, outputs, pairs.tokens)
-            if self.num_identity_experts:  # their pairs come last
-                pair = torch.arange(len(outputs), device=x.device)
-                is_identity = (pair >= pairs.starts[-1])[:, None]
-                outputs = torch.where(is_identity, inputs[pairs.tokens], outputs)
-        outputs = tensor_model_parallel_all_reduce(outputs)
+        outputs = self.experts.complete(outputs, pairs.starts)
+        if self.num_identity_experts:  # their pairs come last
+            pair = torch.arange(len(outputs), device=x.device)
+            is_identity = (pair >= pairs.starts[-1])[:, None]
+            outputs = torch.where(is_identity, inputs[pairs.tokens], outputs)
         shared = None if self.shared_expert is None else self.shared_expert(x)
         gate = self.shared_expert_gate
         shared_weights = None if gate is None else sigmoid(gate(exact)).squeeze(1)

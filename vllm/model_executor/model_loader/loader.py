@@ -29,11 +29,11 @@ from vllm.model_executor.model_loader.stored_weights import dequantise_all, stor
 from vllm.model_executor.model_loader.tensor_limit import TensorLimit
 from vllm.model_executor.model_loader.weight_utils import log_skipped
 from vllm.model_executor.models.interfaces import (
+    DividesIntoStages,
     FindsWeights,
     SkipsWeights,
     VllmModelForTextGeneration,
 )
-from vllm.model_executor.pipeline_stage import keep_stage
 from vllm.model_executor.transformers_modules.choice import make_model
 from vllm.model_executor.utils import is_all_ours
 from vllm.utils.mem_utils import format_bytes
@@ -201,13 +201,31 @@ def initialize_dummy_weights(model: nn.Module, seed: int) -> None:
             parameter.data.uniform_(-bound, bound, generator=generators[device])
 
 
+def _keep_stage(model: nn.Module, vllm_config: VllmConfig) -> None:
+    """Let a model keep what its pipeline stage runs. ValueError: it cannot be divided so."""
+    parallel = vllm_config.parallel_config
+    stage = vllm_config.model_config.stage_of(parallel)
+    if stage.is_whole:
+        return
+    problem = f"{type(model).__name__} has modules of other packages, which are not divided"
+    if isinstance(model, DividesIntoStages):
+        try:
+            model.keep_stage(stage)
+        except ValueError as error:
+            problem = str(error)
+        else:
+            return
+    stages = parallel.pipeline_parallel_size
+    raise ValueError(f"pipeline_parallel_size={stages}: {problem}, or use 1")
+
+
 @torch.no_grad()
 def get_model(*, vllm_config: VllmConfig) -> nn.Module:
     """Build the model of ``vllm_config``, load its weights (``load_format``) and finish them."""
     start = time.perf_counter()
     files = find_weights(vllm_config)
     model = initialize_model(vllm_config)
-    keep_stage(model, vllm_config)
+    _keep_stage(model, vllm_config)
     if files is None:
         initialize_dummy_weights(model, vllm_config.model_config.seed)
     else:

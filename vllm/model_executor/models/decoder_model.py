@@ -52,13 +52,14 @@ from vllm.model_executor.models.utils import (
     other_heads,
     require_option,
 )
+from vllm.model_executor.pipeline import keep_parameters
 from vllm.model_executor.utils import make_parameter
 from vllm.ops.packed_linear import PackedWeight
 from vllm.sequence import IntermediateTensors
+from vllm.utils.pipeline_stage import PipelineStage
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
-    from vllm.model_executor.pipeline_stage import PipelineStage
 
 logger = init_logger(__name__)
 
@@ -272,6 +273,27 @@ class DecoderForCausalLM(Layer):
         if marks_layers or not isinstance(self.model, DecoderModel):
             self.supports_row_capture = False
             self.supports_eagle3 = marks_layers or has_aux_layers(self.model)
+
+    def keep_stage(self, stage: PipelineStage) -> None:
+        """Keep the weights of one pipeline stage: before there are any.
+
+        The first stage has the embeddings, the last one the norm and the LM head.
+
+        Raises:
+            ValueError: another module replaces the decoder, or the stage reads another one's cache.
+        """
+        decoder = self.model
+        if not isinstance(decoder, DecoderModel):
+            raise ValueError(f"{type(self).__name__} has modules of other packages")
+        own: list[nn.Module] = list(decoder.layers[stage.first_layer : stage.end_layer])
+        if stage.is_first or decoder.layers_read_embeddings:
+            own.append(decoder.embed_tokens)
+        if stage.is_last:
+            own += [decoder.norm, self.lm_head]
+        divided = (decoder.layers, decoder.embed_tokens, decoder.norm, decoder, self.lm_head)
+        others = (*decoder.children(), *self.children())
+        keep_parameters(self, [*own, *(child for child in others if child not in divided)])
+        decoder.stage = stage
 
     def set_aux_hidden_state_layers(self, layers: tuple[int, ...]) -> None:
         """Set the streams that a third-party module returns from now on."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeGuard, r
 import torch
 
 from vllm.forward_context import RowSink
+from vllm.utils.pipeline_stage import PipelineStage
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -94,6 +95,15 @@ class SharesModules(Protocol):
     def use_of(self, path: str) -> tuple[str, int]:
         """Return the path at the first use of a module, and the number of this use; for other
         modules the same path and 0."""
+        ...
+
+
+@runtime_checkable
+class DividesIntoStages(Protocol):
+    """Can run a part of its layers, as a pipeline stage."""
+
+    def keep_stage(self, stage: PipelineStage) -> None:
+        """Keep the weights of this stage. ValueError: it cannot be divided so."""
         ...
 
 

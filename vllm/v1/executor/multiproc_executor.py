@@ -38,7 +38,6 @@ from vllm.exceptions import Failure, FailureError, FailureKind
 from vllm.logger import init_logger, log_format
 from vllm.model_classes import ModelRegistry
 from vllm.model_executor.layers.linear import RowParallelLinear
-from vllm.model_executor.pipeline_stage import stage_of
 from vllm.ops.ranks import meet_ranks
 from vllm.utils.child_process import ChildProcess, private_folder
 from vllm.v1.core.kv_cache_utils import plan_layout
@@ -49,7 +48,7 @@ from vllm.v1.executor.rank_wiring import Connections, Wiring
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import ModelRunnerOutput, PendingOutput
-from vllm.v1.rows.fields.activations import layer_of
+from vllm.v1.worker.pipeline import pool_share
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -126,7 +125,7 @@ class _WaitingStep:
     group: int
     """Number of the group in which they began it."""
     outcome: PendingOutput | Exception | None = None
-    """What became of it in this process; None: it still waits."""
+    """The result of it in this process; None: it still waits."""
 
 
 class MultiprocExecutor(UniProcExecutor):
@@ -137,7 +136,7 @@ class MultiprocExecutor(UniProcExecutor):
         self._context: zmq.Context[Any] = zmq.Context()
         parallel = vllm_config.parallel_config
         parallel = vllm_config.parallel_config = replace(parallel, rank=parallel.driver_rank)
-        stage_of(vllm_config)  # before processes start
+        vllm_config.model_config.stage_of(parallel)  # raises before processes start
         self._has_stages = parallel.pipeline_parallel_size > 1
         self._waiting: deque[_WaitingStep] = deque()
         self._group, self._links = ALONE, NO_LINKS
@@ -188,27 +187,10 @@ class MultiprocExecutor(UniProcExecutor):
         with self._together("determine_available_memory") as others:
             own = super().determine_available_memory()
         least: int = min(own, *others)
-        return int(least * self._pool_share()) if self._has_stages else least
-
-    def _pool_share(self) -> float:
-        """Return the bytes of the whole model's pool for one byte of the stage with the most.
-
-        A stage's pool has places for the caches of all layers, of which it touches only its own.
-        """
+        if not self._has_stages:
+            return least
         layout = plan_layout(self.get_kv_cache_spec(), self._config.cache_config)
-        parallel, model_config = self._config.parallel_config, self._config.model_config
-        size = parallel.tensor_parallel_size
-        most = 0.0
-        for stage in range(parallel.pipeline_parallel_size):
-            ranks = replace(parallel, rank=stage * size)
-            own = range(*model_config.get_layers_start_end_indices(ranks))
-            for group in layout.groups:
-                if group.kv_cache_spec.holds_rows:
-                    most = 1.0  # rows are in the engine's process alone
-                    continue
-                layers = [layer_of(name) for name in group.layer_names]
-                most = max(most, sum(layer in own for layer in layers) / len(layers))
-        return 1 / most
+        return int(least / pool_share(self._config, layout))
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         with self._together("initialize_from_config", kv_cache_config):

@@ -14,22 +14,24 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from vllm.distributed.parallel_state import get_pipeline_links
 from vllm.forward_context import HIDDEN_STATES, RowSink, get_forward_context
-from vllm.model_executor.pipeline_stage import PipelineStage, stage_of
 from vllm.sequence import IntermediateTensors
 from vllm.utils.boundaries import LayerId
+from vllm.utils.pipeline_stage import PipelineStage
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.rows.fields.activations import HOOKS
+from vllm.v1.rows.fields.activations import HOOKS, layer_of
 from vllm.v1.worker.input_batch import StepBatch
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.model_executor.hook_points import HookPoints
+    from vllm.v1.core.kv_cache_utils import PoolLayout
 
 Values = list[tuple[str, LayerId, int]]
 """Source and index of what was put, and its number of tensors."""
@@ -107,11 +109,10 @@ class Pipeline:
 
     def __init__(self, vllm_config: VllmConfig) -> None:
         parallel = vllm_config.parallel_config
-        self.stage: PipelineStage = stage_of(vllm_config)
+        self.stage = vllm_config.model_config.stage_of(parallel)
         self.relays = not self.stage.is_last and parallel.rank % parallel.tensor_parallel_size == 0
         """True if this process hands on what requests keep: the first of a stage does."""
         self.kept = KeptOfRequests(vllm_config)
-        self._is_one_stage = parallel.pipeline_parallel_size == 1
 
     def reads_embeddings(self, model: Any) -> bool:
         """Return whether the stage's part of the model begins with embeddings."""
@@ -125,7 +126,7 @@ class Pipeline:
         options: dict[str, Any],
     ) -> Any:
         """Run the stage's part of the model; returns what the model returns, [tokens, hidden]."""
-        if self._is_one_stage:
+        if self.stage.is_whole:
             return model(token_ids, positions, **options)
         context, links, stage = get_forward_context(), get_pipeline_links(), self.stage
         depth, sink = context.num_layers_to_run, context.row_sink
@@ -155,6 +156,25 @@ class Pipeline:
         assert link is not None
         _, (token_ids,) = link.receive()
         return token_ids
+
+
+def pool_share(vllm_config: VllmConfig, layout: PoolLayout) -> float:
+    """Return the most bytes of a block that one stage writes, as a share of the block.
+
+    A stage's pool has places for the caches of all layers, of which it touches only its own.
+    """
+    parallel, model_config = vllm_config.parallel_config, vllm_config.model_config
+    most = 0.0
+    for number in range(parallel.pipeline_parallel_size):
+        rank = replace(parallel, rank=number * parallel.tensor_parallel_size)
+        stage = model_config.stage_of(rank)
+        own = range(stage.first_layer, stage.end_layer)
+        for group in layout.groups:
+            if group.kv_cache_spec.holds_rows:
+                return 1.0  # rows are in the engine's process alone
+            layers = [layer_of(name) for name in group.layer_names]
+            most = max(most, sum(layer in own for layer in layers) / len(layers))
+    return most
 
 
 def _receive(

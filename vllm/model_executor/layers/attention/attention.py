@@ -132,6 +132,11 @@ class Attention(Layer, AttentionLayerBase):
             )
         return target
 
+    @property
+    def cache_owner(self) -> Attention:
+        """The layer whose keys and values this one reads: itself, or an earlier one."""
+        return self._target[0] if self._target else self
+
     def _register_sinks(self, sinks: torch.Tensor | None, prefix: str) -> None:
         if sinks is not None:
             _check_sinks(sinks, self.num_heads, prefix)
@@ -167,7 +172,7 @@ class Attention(Layer, AttentionLayerBase):
 
         key, value: None: another layer's are read. -> [tokens, num_heads * head_size_v].
         """
-        owner = self._target[0] if self._target else self
+        owner = self.cache_owner
         metadata: AttentionMetadata = get_forward_context().attn_metadata[owner.layer_name]
         if owner is self:
             assert key is not None and value is not None
