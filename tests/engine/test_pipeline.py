@@ -7,6 +7,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.engine import rank_functions, test_ranks
-from tests.engine.harness import engine, extraction_config, greedy
+from tests.engine.harness import core_of, engine, extraction_config, greedy
 from tests.engine.test_ranks import (
     OPTIONS,
     PROMPTS,
@@ -87,11 +88,25 @@ def test_stages_above_the_deepest_layer_do_not_run(stages: LLM) -> None:
         assert stages.collective_rpc(rank_functions.layers_run) == [last, first]
 
 
-def test_chunks_and_a_tiny_pool_change_no_bit(stages: LLM, checkpoint: Checkpoint) -> None:
+def test_chunks_a_tiny_pool_and_starting_again_change_no_bit(
+    stages: LLM, checkpoint: Checkpoint
+) -> None:
+    """Values of tokens that are computed again are not kept a second time."""
     blocks = {"num_gpu_blocks_override": 14, "max_num_batched_tokens": 16}
     with engine(checkpoint(FAMILY), **STAGES, **blocks) as llm:
         assert same_bits(results(llm), results(stages))
         assert tokens(llm, SAMPLED) == tokens(stages, SAMPLED)
+        scheduler, calls = core_of(llm).scheduler, count(1)
+        preempted, manager = scheduler._totals.num_preemptions, scheduler.kv_cache_manager
+        allocate = manager.allocate
+
+        def fail_at_times(*args: Any, **options: Any) -> Any:
+            call = next(calls)
+            return (call > 140 or call % 7 > 0) and allocate(*args, **options)
+
+        manager.allocate = fail_at_times
+        assert same_bits(results(llm), results(stages))
+        assert scheduler._totals.num_preemptions > preempted
 
 
 def test_files_of_two_stages(stages: LLM, checkpoint: Checkpoint, tmp_path: Path) -> None:

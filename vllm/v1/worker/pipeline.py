@@ -180,7 +180,10 @@ def pool_share(vllm_config: VllmConfig, layout: PoolLayout) -> float:
 def _receive(
     message: tuple[Any, Iterable[torch.Tensor]], sink: RowSink | None
 ) -> IntermediateTensors | None:
-    """Put the values of earlier stages into the sink; returns the stream, None: there is none."""
+    """Put the values of earlier stages into the sink; returns the stream, None: there is none.
+
+    Some may not be wanted any more: those of tokens that are computed again after a preemption.
+    """
     (names, values), tensors = message
     arriving = iter(tensors)
     stream = {name: next(arriving) for name in names}
@@ -188,6 +191,6 @@ def _receive(
         parts: list[torch.Tensor | None] = [next(arriving) for _ in range(count)]
         if source == HIDDEN_STATES and count == 1:
             parts.append(None)  # no residual
-        assert sink is not None, "an earlier stage keeps values that nobody asked for"
-        sink.put(source, index, *parts)
+        if sink is not None and index in sink.indexes_of(source):
+            sink.put(source, index, *parts)
     return IntermediateTensors(stream) if stream else None
