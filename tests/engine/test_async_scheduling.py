@@ -20,8 +20,8 @@ from tests.engine.harness import (
     rows_of,
     with_output_tokens,
 )
-from vllm import LLM, SamplingParams
-from vllm.hidden_states import HiddenStatesSample
+from vllm import LLM, SamplingParams, SteeringVector
+from vllm.hidden_states import ExtractRequest, HiddenStatesSample
 from vllm.outputs import RequestOutput
 from vllm.v1.outputs import ModelRunnerOutput
 
@@ -193,3 +193,26 @@ def test_a_step_that_fails_loses_no_news_of_files(
     assert len(broken) == 1
     assert len(rows_of(ended["short"])) == 20
     assert ended["long"].outputs[0].finish_reason in ("error", "length")
+
+
+def test_bad_rows_end_their_request_alone(checkpoint: Checkpoint) -> None:
+    """The next step, which had begun with rows of the same request, belongs to others, too."""
+    huge = SteeringVector(torch.full((72,), 1e6), 1, positions=[0])
+    prompts = [p["prompt_token_ids"] for p in random_prompts(24, [40, 25, 60, 7, 33] * 6)]
+    params = [greedy(4) if number % 2 else None for number in range(len(prompts))]
+    options = {"layers": [2, 3], "dtype": "float16", "on_error": "yield"}
+    found = []
+    for async_scheduling in (False, True):
+        arguments = {"async_scheduling": async_scheduling, "max_num_batched_tokens": 16}
+        with engine(checkpoint("llama"), **arguments) as llm:
+            requests = [
+                ExtractRequest(ids, sampling_params=own, steering=[huge] if number % 3 else None)
+                for number, (ids, own) in enumerate(zip(prompts, params, strict=True))
+            ]
+            found.append(list(llm.extract(requests, **options)))
+    for one, other in zip(*found, strict=True):
+        assert one.index == other.index
+        if one.index % 3:
+            assert "token 0, layer 2 are not finite" in one.reason == other.reason
+        else:
+            assert torch.equal(one.hidden_states, other.hidden_states)

@@ -106,6 +106,18 @@ def test_choices_are_those_of_transformers(
             )
 
 
+def test_steps_of_one_row(checkpoint: Checkpoint) -> None:
+    """An odd number of experts in one layer: their weights lie between two words of a row."""
+    (prompt,) = random_prompts(5, [9])
+    with engine(checkpoint("nemotron_h"), expert_trace=True) as llm:
+        (whole,) = traces(llm, [prompt])
+        (last,) = traces(llm, [prompt], positions="last")
+        (generated,) = traces(llm, [prompt], sampling_params=greedy(3))
+    assert whole.expert_ids is not None and whole.expert_ids.shape[1:] == (1, 3)
+    assert same(last, whole.take_rows(slice(-1, None)))
+    assert same(generated.take_rows(slice(0, 9)), whole)
+
+
 @pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_5_moe"])
 def test_the_same_bits_in_any_company(family: str, checkpoint: Checkpoint) -> None:
     folder = checkpoint(family)

@@ -82,7 +82,8 @@ class CallerTensors:
         self._rows = self._make_room(len(self.positions))
         self.num_sent = 0
         """Rows that have arrived or are on their way."""
-        self._num_arrived = 0
+        self.num_arrived = 0
+        """Rows that have been appended."""
 
     def _make_room(self, num_rows: int) -> ExtractedRows:
         with torch.inference_mode(False):  # the caller may want gradients
@@ -104,8 +105,8 @@ class CallerTensors:
         return {name: tensors[name] for name in self.hidden.forms}
 
     def append(self, rows: ExtractedRows) -> None:
-        targets = self._place(self._num_arrived, len(rows)).tensors
-        self._num_arrived += len(rows)
+        targets = self._place(self.num_arrived, len(rows)).tensors
+        self.num_arrived += len(rows)
         for name, tensor in rows.tensors.items():
             if tensor.data_ptr() != targets[name].data_ptr():
                 targets[name].copy_(tensor)
@@ -122,7 +123,7 @@ class CallerTensors:
 
     def whole(self) -> ExtractedRows:
         """Return all rows. BadRowsError: one of them never came."""
-        missing = self.positions[self._num_arrived :]
+        missing = self.positions[self.num_arrived :]
         if len(missing):
             message = (
                 f"hidden states of {len(missing)} tokens were not computed, the first of them "
@@ -205,7 +206,7 @@ class GrowingTensors(CallerTensors):
         if not self._pieces:
             return self._rows
         pieces, self._pieces = self._pieces, []
-        pieces[-1] = pieces[-1].part(slice(self._num_arrived - self._starts[-1]))
+        pieces[-1] = pieces[-1].part(slice(self.num_arrived - self._starts[-1]))
         try:
             with torch.inference_mode(False):
                 tensors = {
@@ -213,6 +214,6 @@ class GrowingTensors(CallerTensors):
                     for name in pieces[0].tensors
                 }
         except (RuntimeError, MemoryError) as error:
-            failure = Failure(FailureKind.OUT_OF_MEMORY, f"{self._num_arrived} rows: {error}")
+            failure = Failure(FailureKind.OUT_OF_MEMORY, f"{self.num_arrived} rows: {error}")
             raise BadRowsError(failure) from error
         return ExtractedRows(tensors, self.layout.constants)

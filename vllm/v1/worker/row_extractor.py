@@ -224,6 +224,8 @@ class RowsOfStep(NamedTuple):
         for sent in self.leaving:
             sent.arrive()
             for part in sent.parts:
+                if part.first != part.rows.num_arrived:
+                    continue  # rows of an earlier step failed, and so has the request
                 start = part.start - sent.parts[0].start
                 place = slice(start, start + part.num_rows)
                 positions = part.rows.positions[part.first : part.first + part.num_rows].tolist()

@@ -26,7 +26,7 @@ def find_bad_row(
     rows: [rows, layers, hidden], of the tokens at ``positions``.
     """
     finite = torch.isfinite(rows).all(-1)  # [rows, layers]
-    never_zero = torch.tensor([layer_id != 0 for layer_id in layer_ids])
+    never_zero = torch.tensor([layer_id != 0 for layer_id in layer_ids], dtype=torch.bool)
     zero = (rows == 0).all(-1) & never_zero
     bad = (~finite | zero).nonzero()
     if not len(bad):

@@ -71,8 +71,11 @@ class Experts(Field):
 
     def decode(self, cells: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return ``expert_ids``, the router's first choice first, and ``expert_weights``."""
-        weights = cells[..., self.top_k :].contiguous().view(torch.float32)
-        return {"expert_ids": cells[..., : self.top_k] - 1, "expert_weights": weights}
+        bits = cells[..., self.top_k :].clone(memory_format=torch.contiguous_format)
+        return {
+            "expert_ids": cells[..., : self.top_k] - 1,
+            "expert_weights": bits.view(torch.float32),
+        }
 
     def find_fault(
         self, tensors: Mapping[str, torch.Tensor], positions: Sequence[int]
