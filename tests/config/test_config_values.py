@@ -195,6 +195,7 @@ def test_extra_config_has_defaults() -> None:
             "kv_transfer_config.kv_role='both' .* 'kv_both'",
         ),
         ({"kv_role": "kv_both"}, "kv_transfer_config.kv_connector is missing"),
+        ({"kv_port": 65536}, "kv_transfer_config.kv_port=65536 .* less than or equal to 65535"),
     ],
 )
 def test_bad_kv_transfer_config(options: dict[str, Any], message: str) -> None:

@@ -16,7 +16,7 @@ import zmq
 
 from tests.engine.harness import core_of, engine, extraction_config, greedy, random_prompts
 from vllm import AsyncEngineArgs, AsyncLLM
-from vllm.config import KVEventsConfig
+from vllm.config import KVEventsConfig, ParallelConfig, VllmConfig
 from vllm.distributed.kv_events import (
     AllBlocksCleared,
     BlockRemoved,
@@ -198,6 +198,25 @@ def test_addresses_that_cannot_be_used(checkpoint: Checkpoint) -> None:
         EventPublisherFactory.create(KVEventsConfig(**config)).shutdown()
     with pytest.raises(ValueError, match="replay_endpoint='nowhere'"):
         EventPublisherFactory.create(KVEventsConfig(**events_config(replay_endpoint="nowhere")))
+
+
+@pytest.mark.parametrize("option", ["endpoint", "replay_endpoint"])
+@pytest.mark.parametrize(
+    "place", ["*:99999999", "*:65536", "10.0.0.2:70000", "[::1]:0", "*:5557x", "*:-1", "localhost"]
+)
+def test_ports_that_do_not_exist(option: str, place: str) -> None:
+    """zmq itself would bind "*:99999999" to port 57599."""
+    message = rf"kv_events_config\.{option}=.* has the port .*; use a number from 1 to 65535"
+    with pytest.raises(ValueError, match=message):
+        KVEventsConfig(enable_kv_cache_events=True, **{option: f"tcp://{place}"})
+    assert KVEventsConfig(**{option: f"tcp://{place}"})  # not used
+
+
+def test_a_port_for_each_engine() -> None:
+    events = KVEventsConfig(enable_kv_cache_events=True, endpoint="tcp://*:65535")
+    VllmConfig(kv_events_config=events)
+    with pytest.raises(ValueError, match="from 1 to 65534, because 2 engines use one port each"):
+        VllmConfig(kv_events_config=events, parallel_config=ParallelConfig(data_parallel_size=2))
 
 
 def test_this_machine_only_by_default() -> None:

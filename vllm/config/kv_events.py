@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from vllm.utils.checked import UNSET, Fillable, config, is_unset
+from vllm.utils.network_utils import check_port
 
 
 @config("kv_events_config")
@@ -38,3 +39,14 @@ class KVEventsConfig:
                 raise ValueError(
                     f"kv_events_config.{name}={value} is not a positive number below 2147483647"
                 )
+        self.check_ports(1)
+
+    def check_ports(self, num_engines: int) -> None:
+        """Raise ValueError unless each engine has a port: engine I uses the port of an endpoint
+        plus I. zmq itself takes any number, and uses its last 16 bits."""
+        for name in ("endpoint", "replay_endpoint"):
+            address = getattr(self, name)
+            if self.publisher == "zmq" and address is not None and address.startswith("tcp://"):
+                port = address.removeprefix("tcp://").rpartition(":")[2]
+                option = f"kv_events_config.{name}"
+                check_port(option, address, port, num_ports=num_engines)

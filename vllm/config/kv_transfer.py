@@ -37,7 +37,7 @@ class KVTransferConfig:
     """Device of a connector's transfer buffer."""
     kv_ip: str = "127.0.0.1"
     """Address at which the connector listens."""
-    kv_port: int = 14579
+    kv_port: Annotated[int, Field(ge=1, le=65535)] = 14579
     """Port at which the connector listens."""
     enable_permute_local_kv: bool = False
     """Let the connector change the order of dimensions while it copies."""

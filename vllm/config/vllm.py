@@ -78,6 +78,8 @@ class VllmConfig:
         self._set_offloading_connector()
         settle_capabilities(self)
         self._check_layer_ids()
+        if self.kv_events_config is not None:
+            self.kv_events_config.check_ports(self.parallel_config.data_parallel_size)
         if self.load_config.load_format == "dummy" and self.model_config.quantise_at_load:
             raise ValueError(
                 f"quantization={self.model_config.quantization!r} with load_format='dummy': random "

@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, TCPStore
 
+from vllm.utils.network_utils import check_port
+
 GROUP_SECONDS = 300.0
 """Time for the processes of a group to meet, and for each transfer."""
 PACKED_BYTES = 2**30
@@ -53,6 +55,7 @@ class WeightGroup:
         self, host: str, port: int, rank: int, world_size: int, timeout: float = GROUP_SECONDS
     ) -> None:
         """Wait for the others. RuntimeError: they did not come in time, or the port is in use."""
+        check_port("port", port, port)
         self.rank, self.world_size = rank, world_size
         self._timeout = timedelta(seconds=timeout)
         self.store: Any = TCPStore(
