@@ -21,6 +21,7 @@ from tests.models.checkpoints import make_checkpoint
 from tests.models.oracle import load_reference
 from vllm import LLM, AsyncEngineArgs, AsyncLLM
 from vllm.hidden_states import HiddenStatesSample
+from vllm.v1.engine.core_messages import AbortRequests, CallWorkers, ResetPrefixCache
 
 Checkpoint = Callable[..., Path]
 PROMPTS = random_prompts(61, [5, 40, 17])
@@ -326,6 +327,19 @@ def test_sleep_beside_a_connector_is_refused(checkpoint: Checkpoint, tmp_path: P
         llm.sleep()
 
 
+def watch_commands(llm: AsyncLLM) -> list[type]:
+    """The kinds of commands that the core gets from now on."""
+    client: Any = llm._client
+    send, sent = client.send, []
+
+    async def watched(command: Any) -> None:
+        sent.append(type(command))
+        await send(command)
+
+    client.send = watched
+    return sent
+
+
 def test_in_another_process(checkpoint: Checkpoint, other: Callable[[str], Path]) -> None:
     """Requests run while weights come; calls, refusals, aborts, sleep."""
     first, second = checkpoint("llama"), other("llama")
@@ -368,7 +382,9 @@ def test_in_another_process(checkpoint: Checkpoint, other: Callable[[str], Path]
             assert is_same(await waiting, expected[0])
             long = asyncio.create_task(generate(llm))
             await asyncio.sleep(0.1)
+            sent = watch_commands(llm)
             await llm.update_weights(first, mode="abort")
+            assert sent == [AbortRequests, CallWorkers, ResetPrefixCache]
             assert await long == "abort"
             assert is_same(await extract(llm), expected[0])
             with pytest.raises(ValueError, match="shape"):

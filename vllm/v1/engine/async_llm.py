@@ -386,6 +386,7 @@ class AsyncLLM(AsyncExtraction, AsyncWorkerCalls):
         while not self._is_frozen and self.output_processor.get_num_unfinished_requests():
             await self.check_health()
             await asyncio.sleep(_PAUSE_POLL_SECONDS)
+        await asyncio.gather(*self._background)  # the core hears of their ends before what follows
 
     async def reset_prefix_cache(self, *, reset_connector: bool = False) -> None:
         """Forget every cached prefix; with ``reset_connector`` also what the KV connector keeps."""
