@@ -13,7 +13,7 @@ import pytest
 
 from tests.entrypoints.live_server import live_server
 from vllm.entrypoints.openai.cli_args import ServerSettings
-from vllm.entrypoints.openai.errors import MAX_MESSAGE_LENGTH
+from vllm.entrypoints.openai.errors import MAX_MESSAGE_LENGTH, MAX_PARAM_LENGTH
 
 OK: dict[str, Any] = {"prompt": [5, 6, 7], "max_tokens": 2}
 GREEDY = OK | {"temperature": 0}
@@ -76,12 +76,17 @@ def http_text(client: httpx.Client) -> str:
         {"logit_bias": {"x" * 100_000: 1}},
         {"model": "x" * 100_000},
         {"kv_transfer_params": {"hidden_states_path": ["x" * 100_000]}},
+        {"hidden_states": {"x" * 100_000: 1}},
+        {"steering": {"x" * 100_000: 1}},
+        {"vllm_xargs": {"hidden_states": {"x" * 100_000: 1}}},
+        {"request_id": "x" * 100_000},
     ],
 )
 def test_errors_do_not_repeat_long_values(http: httpx.Client, more: dict[str, Any]) -> None:
     answer = http.post("/v1/completions", json=OK | more)
+    assert answer.status_code != 200 or len(answer.content) < 10_000
     if answer.status_code != 200:
-        assert len(answer.json()["error"]["message"]) < MAX_MESSAGE_LENGTH + 100
+        assert len(answer.content) < MAX_MESSAGE_LENGTH + MAX_PARAM_LENGTH + 200
         assert answer.status_code in (400, 404)
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from fastapi import Request
+from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel
 from starlette.responses import Response
 
@@ -24,6 +25,7 @@ NAMED_PARAMS = {
 }  # fmt: skip
 """Fields that ``param`` may name; errors of other fields name them in the message only."""
 MAX_MESSAGE_LENGTH = 4000
+MAX_PARAM_LENGTH = 1000
 STATUS_CLIENT_GONE = 499
 """Status counted when a client went away before its reply; it is never sent."""
 RETRY_AFTER_SECONDS = 1
@@ -93,7 +95,8 @@ class ApiError(Exception):
         if len(message) > MAX_MESSAGE_LENGTH:  # it quotes values of the request
             message = f"{message[:MAX_MESSAGE_LENGTH]}... ({len(message)} characters)"
         message = hide_local_paths(message)
-        info = ErrorInfo(message=message, type=self.type, param=self.param, code=self.status)
+        param = None if self.param is None else self.param[:MAX_PARAM_LENGTH]
+        info = ErrorInfo(message=message, type=self.type, param=param, code=self.status)
         return ErrorResponse(error=info)
 
     def response(self) -> Response:
@@ -106,7 +109,7 @@ class ApiError(Exception):
         )
 
 
-MEANT_FOR_CLIENTS = (ApiError, ValueError, FailureError)
+MEANT_FOR_CLIENTS = (ApiError, ValueError, FailureError, RequestValidationError)
 """Exceptions whose messages clients may read; any other is a bug of ours."""
 
 
@@ -141,6 +144,9 @@ def as_api_error(error: BaseException) -> ApiError:
         return bad_request(str(error))
     if isinstance(error, FailureError):
         return failed(error.failure)
+    if isinstance(error, RequestValidationError):  # of the address, because bodies are read here
+        found = error.errors()
+        return bad_form(*((".".join(map(str, one["loc"])), one["msg"]) for one in found))
     return ApiError(500, "an internal error; the server's log has the details")
 
 
