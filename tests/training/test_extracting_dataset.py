@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import threading
@@ -16,7 +17,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from tests.engine.harness import engine, greedy, random_prompts
-from vllm import AsyncEngineArgs, SamplingParams
+from vllm import AsyncEngineArgs, AsyncLLM, SamplingParams
 from vllm.hidden_states import ExtractRequest, HiddenStatesError, HiddenStatesSample, pad_samples
 from vllm.training import ExtractingDataset
 from vllm.training.background_engine import SampleQueue
@@ -313,3 +314,39 @@ def test_a_checkpoint_that_is_missing() -> None:
     for _ in range(2):
         with pytest.raises(ValueError, match="/there/is/none"):
             list(dataset)
+
+
+def test_interrupted_and_closed_in_the_middle(
+    arguments: AsyncEngineArgs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An interrupt while the engine starts leaves nothing of it."""
+    dataset = ExtractingDataset(arguments, PROMPTS, LAYERS, prefetch_bytes=1)
+    before = len(os.listdir("/proc/self/fd")), threading.active_count()
+    start = AsyncLLM.start
+
+    async def interrupted(llm: AsyncLLM) -> Any:
+        asyncio.get_running_loop().call_later(0.2, os.kill, os.getpid(), signal.SIGINT)
+        return await start(llm)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(AsyncLLM, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            next(iter(dataset))
+    gc.collect()
+    after = len(os.listdir("/proc/self/fd")), threading.active_count()
+    assert after <= before
+    samples = iter(dataset)
+    next(samples)
+    dataset.close()
+    with pytest.raises(EngineDeadError, match="shut down while its samples were read"):
+        list(samples)
+
+
+def test_a_start_that_is_forgotten_with_its_loop(arguments: AsyncEngineArgs) -> None:
+    loop = asyncio.new_event_loop()
+    llm = AsyncLLM.from_engine_args(arguments)
+    starting = loop.create_task(llm.start())
+    loop.run_until_complete(asyncio.sleep(0.2))
+    loop.close()
+    del starting, llm
+    gc.collect()  # it must not wait for sockets that are garbage themselves

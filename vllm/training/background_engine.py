@@ -19,11 +19,13 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.hidden_states.sample import FailedSample, HiddenStatesSample
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
 
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import AsyncEngineArgs
 
 Item = HiddenStatesSample | FailedSample
+_CLOSED = "the engine was shut down while its samples were read; begin another iteration"
 
 
 class SampleQueue:
@@ -122,6 +124,8 @@ class BackgroundEngine:
             item = queue.get()
             while True:
                 yield item
+                if not self._end.alive:
+                    raise EngineDeadError(_CLOSED)
                 start = time.perf_counter()
                 item = queue.get()
                 on_wait(time.perf_counter() - start)
@@ -152,16 +156,26 @@ async def _fill(queue: SampleQueue, source: Callable[[], AsyncGenerator[Item, No
         async with aclosing(source()) as items:
             async for item in items:
                 await queue.put(item)
+    except asyncio.CancelledError:
+        queue.end(EngineDeadError(_CLOSED))
+        raise
     except BaseException as error:
         queue.end(error)
-        if isinstance(error, asyncio.CancelledError):
-            raise
     else:
         queue.end(_Exhausted())
 
 
 def _end(llm: AsyncLLM, loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
-    asyncio.run_coroutine_threadsafe(llm.shutdown(), loop).result()
+    asyncio.run_coroutine_threadsafe(_shut_down(llm), loop).result()
     loop.call_soon_threadsafe(loop.stop)
     thread.join()
     loop.close()
+
+
+async def _shut_down(llm: AsyncLLM) -> None:
+    """End everything on this loop: an interrupt leaves the start of the engine under way."""
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    await llm.shutdown()

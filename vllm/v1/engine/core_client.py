@@ -161,7 +161,7 @@ class AsyncCoreClient:
         """End the core's process and the sockets; the event loop has ended."""
         self._is_closing = True
         self._handle.end()
-        self._context.destroy(linger=0)
+        self._close_sockets()
 
     async def close(self) -> None:
         """Let the core complete its files and end. A core that has not started has no files."""
@@ -177,4 +177,11 @@ class AsyncCoreClient:
             self._receiver.cancel()
         if self._stop_watcher is not None:
             self._stop_watcher.cancel()
+        self._close_sockets()
+
+    def _close_sockets(self) -> None:
+        """Close the sockets, then the context, which would wait for them: it has forgotten them
+        if the garbage collector is here."""
+        self._commands.close(linger=0)
+        self._reports.close(linger=0)
         self._context.destroy(linger=0)
