@@ -283,7 +283,8 @@ class AsyncExtraction(EngineFrontEnd, ABC):
                 (completion,) = output.outputs
                 rows = completion.extracted
                 if rows is None:
-                    message = f"{completion.finish_reason}: {completion.stop_reason}"
+                    reason = completion.stop_reason or "the engine ended it"
+                    message = f"{completion.finish_reason}: {reason}"
                     failure = completion.failure or Failure(FailureKind.ABORTED, message)
                     raise HiddenStatesError(0, failure)
                 # A request that was computed again brings some of them twice.

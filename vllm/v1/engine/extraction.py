@@ -409,7 +409,8 @@ class ExtractionFeed:
                 failure = error.failure
         else:
             kind = FailureKind.ABORTED if completion.failure is None else completion.failure.kind
-            failure = Failure(kind, f"{completion.finish_reason}: {completion.stop_reason}")
+            reason = completion.stop_reason or "the engine ended it"
+            failure = Failure(kind, f"{completion.finish_reason}: {reason}")
         return FailedSample(pending.index, request_id, failure)
 
     def refuse(self, request_id: str, error: ValueError) -> None:
