@@ -54,16 +54,29 @@ def test_each_rank_has_whole_experts(
         assert tokens(llm, SAMPLED) == expected_tokens
         assert core_of(llm).executor.worker.model_runner.requests == {}
     assert max(shares) < 0.75 * whole or stages > 1 or options.keys() > OPTIONS.keys()
-    with engine(folder, **options, **SPREAD, max_num_batched_tokens=16) as llm:
-        assert stages > 1 or same_bits(traced(llm), found)
 
 
-def test_what_cannot_be_spread_is_refused_by_name(checkpoint: Checkpoint) -> None:
-    folder = checkpoint("qwen3_moe", num_experts=7)
+@pytest.mark.exhaustive
+def test_chunks_change_no_bit(checkpoint: Checkpoint) -> None:
+    folder = checkpoint("qwen3_moe", num_experts=7, intermediate_size=256)
+    found = []
+    for options in ({}, {"max_num_batched_tokens": 16}):
+        with engine(folder, **OPTIONS, **SPREAD, **options) as llm:
+            found.append(traced(llm))
+    assert same_bits(*found)
+
+
+def test_engines_side_by_side_share_no_experts(checkpoint: Checkpoint) -> None:
+    folder = checkpoint("qwen3_moe", num_experts=7, intermediate_size=256)
     sizes = {"enable_expert_parallel": True, "data_parallel_size": 2}
     with pytest.raises(ValueError, match="data_parallel_size=2: engines side by side share no"):
         LLM(str(folder), **OPTIONS, **sizes)
-    with pytest.raises(ValueError, match=r"the 1 experts of .*tensor_parallel_size=2 ranks"):
-        LLM(str(checkpoint("qwen3_moe", num_experts=1, num_experts_per_tok=1)), **OPTIONS, **SPREAD)
     with engine(folder, **OPTIONS, enable_expert_parallel=True) as llm:  # one rank has them all
         assert len(traced(llm)) == len(PROMPTS)
+
+
+@pytest.mark.exhaustive
+def test_fewer_experts_than_ranks_are_refused(checkpoint: Checkpoint) -> None:
+    folder = checkpoint("qwen3_moe", num_experts=1, num_experts_per_tok=1)
+    with pytest.raises(ValueError, match=r"the 1 experts of .*tensor_parallel_size=2 ranks"):
+        LLM(str(folder), **OPTIONS, **SPREAD)

@@ -250,6 +250,7 @@ def test_kernels_run_first_where_memory_is_measured(
     assert not late
 
 
+@pytest.mark.exhaustive
 def test_pinned_memory_for_files_is_there_from_the_start(
     card: FakeCard, checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

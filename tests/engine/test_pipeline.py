@@ -109,6 +109,7 @@ def test_chunks_a_tiny_pool_and_starting_again_change_no_bit(
         assert scheduler._totals.num_preemptions > preempted
 
 
+@pytest.mark.exhaustive
 def test_files_of_two_stages(stages: LLM, checkpoint: Checkpoint, tmp_path: Path) -> None:
     config = extraction_config([0, 2, 4, "norm"], tmp_path / "rows")
     with engine(checkpoint(FAMILY), **STAGES, **config) as llm:
@@ -147,6 +148,7 @@ def test_a_step_that_fails_in_one_stage_does_not_end_the_engine(
     assert same_bits(results(stages), before)
 
 
+@pytest.mark.exhaustive
 def test_a_stage_killed_in_a_step_fails_its_requests(checkpoint: Checkpoint) -> None:
     others = rank_processes()
     with LLM(str(checkpoint(FAMILY)), **STAGES) as llm:

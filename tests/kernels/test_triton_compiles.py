@@ -77,6 +77,7 @@ def launched_kernels() -> set[str]:
     return kernels
 
 
+@pytest.mark.exhaustive
 def test_every_kernel_that_is_launched_is_in_the_list(tmp_path: Path) -> None:
     launched = launched_kernels()
     assert {"_attention_kernel", "step_kernel", "_copy_kernel"} <= launched
@@ -109,6 +110,7 @@ def test_the_size_of_a_batch_compiles_nothing_anew(tmp_path: Path) -> None:
     assert counts == dict.fromkeys(launched_kernels(), 1) | several
 
 
+@pytest.mark.exhaustive
 def test_requests_bring_about_no_form_that_the_start_did_not(tmp_path: Path) -> None:
     """A form that is met later is compiled then: the first requests would wait for seconds."""
     first, second, load = (
