@@ -6,6 +6,8 @@ import os
 import time
 from typing import Any
 
+from vllm.distributed.parallel_state import get_pp_group, get_tp_group, get_world_group
+
 
 def poison(worker: Any) -> None:
     """Fill the pool of a rank with NaN."""
@@ -19,6 +21,12 @@ def pid(worker: Any) -> int:
 def rank(worker: Any) -> int:
     number: int = worker.vllm_config.parallel_config.rank
     return number
+
+
+def groups(worker: Any) -> tuple[tuple[int, int], ...]:
+    """Rank and size of the groups that layers and connectors ask for."""
+    found = (get_tp_group(), get_pp_group(), get_world_group())
+    return tuple((one.rank_in_group, one.world_size) for one in found)
 
 
 def parameter_bytes(worker: Any) -> int:

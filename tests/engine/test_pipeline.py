@@ -73,6 +73,8 @@ def test_stages_share_the_weights(stages: LLM, alone: LLM) -> None:
     (whole,) = alone.collective_rpc(rank_functions.parameter_bytes)
     assert max(first, last) < 0.75 * whole
     assert stages.collective_rpc(rank_functions.rank) == [1, 0]
+    in_groups = [((0, 1), (number, 2), (number, 2)) for number in (1, 0)]
+    assert stages.collective_rpc(rank_functions.groups) == in_groups
 
 
 def test_stages_above_the_deepest_layer_do_not_run(stages: LLM) -> None:

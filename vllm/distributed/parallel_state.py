@@ -33,7 +33,7 @@ class GroupCoordinator:
 
     @property
     def rank(self) -> int:
-        """The rank among all ranks of an engine, which are one group today."""
+        """The same as :attr:`rank_in_group`; of the world's group the rank among all ranks."""
         return self.rank_in_group
 
     @property
@@ -151,20 +151,32 @@ def get_tp_group() -> GroupCoordinator:
     return _current.tp_group
 
 
-get_world_group = get_tp_group
-"""Return the group of all ranks of an engine."""
-
-
 def get_pp_group() -> GroupCoordinator:
-    """Return the group of the ranks that each hold some of the layers: one rank."""
+    """Return the group of the ranks that each hold some of the layers.
+
+    It has no collective operations: streams go from one stage to the next.
+    """
+    links = get_pipeline_links()
+    return GroupCoordinator(links.stage, links.num_stages)
+
+
+def get_world_group() -> GroupCoordinator:
+    """Return the group of all ranks of an engine; collective operations work without stages."""
+    group, links = get_tp_group(), get_pipeline_links()
+    if links.num_stages == 1:
+        return group
+    rank = links.stage * group.world_size + group.rank_in_group
+    return GroupCoordinator(rank, links.num_stages * group.world_size)
+
+
+def get_dp_group() -> GroupCoordinator:
+    """Return the group of the ranks that each serve other requests: one rank."""
     return ALONE
 
 
-get_dp_group = get_pp_group
-"""Return the group of the ranks that each serve other requests: one rank."""
-get_dcp_group = get_pp_group
+get_dcp_group = get_dp_group
 """Return the group of the ranks that each hold a part of the tokens while decoding: one rank."""
-get_pcp_group = get_pp_group
+get_pcp_group = get_dp_group
 """Return the group of the ranks that each hold a part of the tokens of a prompt: one rank."""
 
 

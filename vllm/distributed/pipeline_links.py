@@ -62,6 +62,9 @@ class Link:
 class PipelineLinks:
     """The links of one process."""
 
+    stage: int = 0
+    """Number of the process's stage."""
+    num_stages: int = 1
     before: Link | None = None
     """From the stage before; None: this is the first."""
     after: Link | None = None

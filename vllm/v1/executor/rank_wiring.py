@@ -81,6 +81,8 @@ class Connections:
         streams = {pair: link(pair, memory) for pair, memory in self._streams.items()}
         tokens = {pair: link(pair, memory) for pair, memory in self._tokens.items()}
         links = PipelineLinks(
+            parallel.stage,
+            parallel.pipeline_parallel_size,
             streams.get((rank - size, rank)),
             streams.get((rank, rank + size)),
             next((one for (_, to), one in tokens.items() if to == rank), None),
