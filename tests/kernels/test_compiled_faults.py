@@ -1,4 +1,4 @@
-"""What a compiler loses or overwrites is seen in its listings."""
+"""Values that a compiler loses, and registers that it overwrites, are seen in its listings."""
 
 from __future__ import annotations
 
