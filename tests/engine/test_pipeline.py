@@ -210,3 +210,28 @@ def test_what_cannot_be_divided_is_refused_by_name(
     with pytest.raises(ValueError, match=message):
         LLM(str(checkpoint(FAMILY)), **{**STAGES, **options})
     assert rank_processes() == others
+
+
+@pytest.mark.exhaustive
+def test_a_stage_between_two_hands_on_choices_of_experts(checkpoint: Checkpoint) -> None:
+    folder, options = checkpoint("qwen3_moe"), {**OPTIONS, "expert_trace": True}
+    found = []
+    for stages in (1, 3):
+        with engine(folder, **options, pipeline_parallel_size=stages) as llm:
+            found.append(list(llm.extract(PROMPTS, layers=["norm"])))
+    assert same_bits(*found)
+    for ours, whole in zip(*found, strict=True):
+        assert ours.tensors["expert_ids"].tolist() == whole.tensors["expert_ids"].tolist()
+
+
+@pytest.mark.exhaustive
+def test_a_killed_stage_ends_the_engine_while_another_waits_for_it(checkpoint: Checkpoint) -> None:
+    """The first stage waits for the second, on a link that the engine's process has no end of."""
+    others = rank_processes()
+    with LLM(str(checkpoint(FAMILY)), **{**STAGES, "pipeline_parallel_size": 3}) as llm:
+        ranks, pids = (llm.collective_rpc(one) for one in (rank_functions.rank, rank_functions.pid))
+        llm.collective_rpc(rank_functions.hang_in_next_pass, args=(1,))
+        threading.Timer(0.5, os.kill, (pids[ranks.index(1)], signal.SIGKILL)).start()
+        (failed,) = llm.extract(PROMPTS[:1], layers=["norm"], on_error="yield")
+        assert "rank 1 ended with status -9" in str(failed)
+    assert rank_processes() == others

@@ -86,15 +86,19 @@ class RankProcess(ChildProcess):
     def call(self, message: bytes) -> None:
         self._socket.send(message)
 
-    def answer(self, number: int) -> RankAnswer:
-        """Wait for the answer to a call. RankDiedError: it does not come."""
+    def answer(self, number: int, ranks: Sequence[RankProcess]) -> RankAnswer:
+        """Wait for the answer to a call. RankDiedError: it does not come, or one of ``ranks``, for
+        which this one may wait, ended.
+        """
         deadline = time.monotonic() + self._timeout_seconds
         while number not in self._answers:
             if self._socket.poll(POLL_MILLISECONDS):
                 answer: RankAnswer = pickle.loads(self._socket.recv())
                 self._answers[answer.number] = answer
-            elif (status := self.status) is not None:
-                raise RankDiedError(f"the process of rank {self.rank} ended with status {status}")
+            elif ended := [one for one in (self, *ranks) if one.status is not None]:
+                raise RankDiedError(
+                    f"the process of rank {ended[0].rank} ended with status {ended[0].status}"
+                )
             elif time.monotonic() > deadline:
                 self._write_stacks()
                 raise RankDiedError(
@@ -284,7 +288,7 @@ class MultiprocExecutor(UniProcExecutor):
 
     def _results(self, number: int) -> Sequence[Any]:
         """Wait for the others to end a call. FailureError: one of them failed by itself."""
-        answers = [other.answer(number) for other in self._others]
+        answers = [other.answer(number, self._others) for other in self._others]
         _raise_first_failure(answers, self._others)
         return [answer.result for answer in answers]
 
@@ -316,11 +320,13 @@ class MultiprocExecutor(UniProcExecutor):
         if self._group.communicator is not None:
             self._group.communicator.close()
         self._links.close()
-        answers = [] if number is None else [other.answer(number) for other in self._others]
+        answers = (
+            [] if number is None else [other.answer(number, self._others) for other in self._others]
+        )
         self._num_groups += 1
         joined = self._call("join", self._num_groups)
         for other in self._others:
-            other.answer(joined)
+            other.answer(joined, self._others)
         self._group, self._links = self._connections.join(
             self._num_groups, lambda: all(other.is_alive for other in self._others)
         )

@@ -191,6 +191,6 @@ def _receive(
         parts: list[torch.Tensor | None] = [next(arriving) for _ in range(count)]
         if source == HIDDEN_STATES and count == 1:
             parts.append(None)  # no residual
-        if sink is not None and index in sink.indexes_of(source):
+        if isinstance(sink, RelaySink) or (sink is not None and index in sink.indexes_of(source)):
             sink.put(source, index, *parts)
     return IntermediateTensors(stream) if stream else None
