@@ -22,7 +22,7 @@ from tests.grids import at_night
 from tests.models.checkpoints import make_checkpoint
 from tests.models.oracle import relative_error
 from vllm import LLM, AsyncEngineArgs, AsyncLLM, SamplingParams, SteeringVector
-from vllm.hidden_states import HiddenStatesError, HiddenStatesSample
+from vllm.hidden_states import ExtractRequest, HiddenStatesError, HiddenStatesSample
 from vllm.v1.engine.exceptions import EngineDeadError
 
 Checkpoint = Callable[..., Path]
@@ -76,6 +76,19 @@ def test_every_field_has_the_values_of_one_rank(pair: LLM, alone: LLM) -> None:
         if whole.top_logprobs is not None:
             assert torch.equal(ours.top_token_ids, whole.top_token_ids)
             torch.testing.assert_close(ours.top_logprobs, whole.top_logprobs, atol=1e-4, rtol=0)
+
+
+def test_ranks_form_the_same_logits_for_requests_that_differ(pair: LLM, alone: LLM) -> None:
+    """Ranks without hidden states do not tell apart what the first one does."""
+    prompts = [*PROMPTS, PROMPTS[0]]
+    asked = [([0], 5, 1.0), ([2, 4], 5, 1.0), (["norm"], 3, 1.0), ([0], 5, 0.7)]
+    requests = [
+        ExtractRequest(prompt, layers=layers, top_logprobs=k, logprob_temperature=temperature)
+        for prompt, (layers, k, temperature) in zip(prompts, asked, strict=True)
+    ]
+    for ours, whole in zip(pair.extract(requests), alone.extract(requests), strict=True):
+        assert torch.equal(ours.top_token_ids, whole.top_token_ids)
+        torch.testing.assert_close(ours.top_logprobs, whole.top_logprobs, atol=1e-4, rtol=0)
 
 
 def test_tokens_are_those_of_one_rank(pair: LLM, alone: LLM) -> None:

@@ -90,19 +90,32 @@ class RowCapture:
         sampled: Callable[[], torch.Tensor] | None = None,
     ) -> None:
         """Store what is kept of the logits of the tokens whose rows are wanted, a block of rows
-        after another. hidden: [tokens, hidden], what the model returned."""
-        for field, cells, slots, next_token_ids in self._takers.get(LOGITS, ()):
-            assert isinstance(field, LogprobField) and next_token_ids is not None
-            if sampled is not None:
-                next_token_ids = torch.where(next_token_ids < 0, sampled(), next_token_ids)
-            tokens = (slots >= 0).nonzero().flatten()
-            at_once = field.rows_at_once(hidden.element_size())
-            for start in range(0, len(tokens), at_once):
-                part = tokens[start : start + at_once]
-                with only_rows(part):
-                    logits = compute_logits(hidden[part])
-                values, _ = field.encode(logits, next_token_ids[part])
-                capture_rows.body(values, None, slots[part], 0, cells)
+        after another. hidden: [tokens, hidden], what the model returned.
+
+        All targets share the products: ranks of one model have to call them alike, and those that
+        keep no hidden states have other targets for the same tokens.
+        """
+        takers = self._takers.get(LOGITS, ())
+        if not takers:
+            return
+        wanted = torch.stack([taker.slots >= 0 for taker in takers]).any(0).nonzero().flatten()
+        at_once = min(_rows_at_once(taker.field, hidden) for taker in takers)
+        after = None if sampled is None else sampled()
+        for start in range(0, len(wanted), at_once):
+            part = wanted[start : start + at_once]
+            with only_rows(part):
+                logits = compute_logits(hidden[part])
+            for field, cells, slots, next_token_ids in takers:
+                assert next_token_ids is not None
+                if after is not None:
+                    next_token_ids = torch.where(next_token_ids < 0, after, next_token_ids)
+                own = (slots[part] >= 0).nonzero().flatten()
+                if not len(own):
+                    continue
+                tokens = part[own]
+                rows = logits if len(own) == len(part) else logits[own]  # not copied for nothing
+                values, _ = field.encode(rows, next_token_ids[tokens])
+                capture_rows.body(values, None, slots[tokens], 0, cells)
 
     def take_aux_hidden_states(self, aux_hidden_states: Sequence[torch.Tensor]) -> None:
         """Store what a ``SupportsEagle3`` model collected, one tensor per layer id, ascending.
@@ -127,3 +140,9 @@ class RowCapture:
                 missing = [index for index, count in counts.items() if count != len(slots)]
                 if missing:
                     raise RuntimeError(field.not_put(missing, counts[missing[0]], len(slots)))
+
+
+def _rows_at_once(field: Field, hidden: torch.Tensor) -> int:
+    """Return how many rows of logits may exist at once for a field."""
+    assert isinstance(field, LogprobField)
+    return field.rows_at_once(hidden.element_size())
