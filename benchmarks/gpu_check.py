@@ -52,8 +52,8 @@ KERNEL_TESTS = {
     "rows": "tests/kernels/test_device_rows.py",
 }
 """These need no package but ``FOR_KERNELS``."""
-ENGINE_TESTS = {"engine": "tests/gpu --ignore=tests/gpu/test_memory.py"}
-TESTS_ALONE = {"memory": "tests/gpu/test_memory.py"}
+ENGINE_TESTS = {"engine": "tests/gpu --ignore=tests/gpu/test_card_memory.py"}
+TESTS_ALONE = {"memory": "tests/gpu/test_card_memory.py"}
 """These look at the memory of the card, so that nothing runs beside them."""
 PASS = "PASS"
 SKIPPED = "SKIPPED: something that it needs is missing"

@@ -169,8 +169,10 @@ def test_configs_in_three_forms(model: str, form: str) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2 is not supported yet; use 1"),
-        ({"pipeline_parallel_size": 3}, "pipeline_parallel_size=3 is not supported yet; use 1"),
+        (
+            {"decode_context_parallel_size": 2},
+            "decode_context_parallel_size=2 is not supported yet; use 1",
+        ),
         ({"distributed_executor_backend": "ray"}, "backend='ray' .* use None or 'uni' or 'mp'"),
         ({"speculative_config": "{"}, "speculative_config='{' is not valid JSON"),
         ({"kv_transfer_config": 5}, "kv_transfer_config=5 .* or a KVTransferConfig"),

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from torch import nn
 
 from vllm.model_executor.layers.attention.attention import Attention
+from vllm.model_executor.utils import ElsewhereParameter
 
 
 def keep_parameters(model: nn.Module, parts: Iterable[nn.Module]) -> None:
@@ -32,5 +33,5 @@ def keep_parameters(model: nn.Module, parts: Iterable[nn.Module]) -> None:
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             if id(parameter) not in kept:
-                empty = nn.Parameter(parameter.data.to("meta"), requires_grad=False)
+                empty = ElsewhereParameter(parameter.data.to("meta"), requires_grad=False)
                 module.register_parameter(name, empty)

@@ -67,6 +67,10 @@ def make_parameter(values: torch.Tensor, loader: Callable[..., None] | None = No
     return parameter
 
 
+class ElsewhereParameter(nn.Parameter):
+    """A parameter that another pipeline stage has: a shape without memory, on "meta"."""
+
+
 def is_all_ours(model: nn.Module) -> bool:
     """Return whether all modules in ``model`` are this engine's or torch's; a third-party module
     may use anything in it."""

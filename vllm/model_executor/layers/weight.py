@@ -30,6 +30,7 @@ from vllm.model_executor.layers.weight_codes import Codes, joined_codes
 from vllm.model_executor.layers.weight_share import Piece, Share, Stored
 from vllm.model_executor.utils import (
     LOADABLE_DTYPES,
+    ElsewhereParameter,
     WeightFormatError,
     check_shape,
     make_parameter,
@@ -347,11 +348,11 @@ def _with_known_readers(model: nn.Module) -> Iterator[Weight]:
 
 def weight_storages(model: nn.Module) -> list[torch.UntypedStorage]:
     """Return the memory of a model's parameters and weights, each once."""
-    tensors = [parameter.data for parameter in model.parameters()]
+    parameters = model.parameters()
+    tensors = [one.data for one in parameters if not isinstance(one, ElsewhereParameter)]
     for weight in weights_of(model):
         tensors += weight.tensors
-    here = (tensor for tensor in tensors if tensor.numel() and not tensor.is_meta)
-    storages = (tensor.untyped_storage() for tensor in here)
+    storages = (tensor.untyped_storage() for tensor in tensors if tensor.numel())
     return list({storage.data_ptr(): storage for storage in storages}.values())
 
 
@@ -363,6 +364,10 @@ def fix_weights(model: nn.Module, reason: str) -> None:
 
 def num_weight_bytes(model: nn.Module) -> int:
     """Memory that the parameters and weights of a model take."""
-    parameters = [parameter for parameter in model.parameters() if not parameter.is_meta]
+    parameters = [
+        parameter
+        for parameter in model.parameters()
+        if not isinstance(parameter, ElsewhereParameter)
+    ]
     weights = [(parameter, find_weight(parameter)) for parameter in parameters]
     return sum(p.nbytes if weight is None else weight.num_bytes for p, weight in weights)

@@ -35,7 +35,7 @@ from vllm.model_executor.models.interfaces import (
     VllmModelForTextGeneration,
 )
 from vllm.model_executor.transformers_modules.choice import make_model
-from vllm.model_executor.utils import is_all_ours
+from vllm.model_executor.utils import ElsewhereParameter, is_all_ours
 from vllm.utils.mem_utils import format_bytes
 from vllm.utils.progress import progress_bar
 
@@ -153,7 +153,9 @@ def load_checkpoint(
     weights = stored_weights(vllm_config.model_config, files, tensors, wanted)
     if not is_all_ours(model):  # foreign models know tensors only
         weights = dequantise_all(weights, vllm_config.model_config.dtype)
-    parameters = {name for name, one in model.named_parameters() if not one.is_meta}
+    parameters = {
+        name for name, one in model.named_parameters() if not isinstance(one, ElsewhereParameter)
+    }
     loaded = cast(VllmModelForTextGeneration, model).load_weights(
         cast(Iterable[tuple[str, torch.Tensor]], weights)
     )
@@ -167,11 +169,15 @@ def load_checkpoint(
 
 def _weights_of_other_stages(model: nn.Module, files: list[Path]) -> set[str]:
     """Names in the files whose parameters another pipeline stage has."""
-    if not any(parameter.is_meta for parameter in model.parameters()):
+    if not any(isinstance(parameter, ElsewhereParameter) for parameter in model.parameters()):
         return set()
     find = cast(FindsWeights, model).weight_finder()
     places = ((name, find(name)) for name in stored_names(files))
-    return {name for name, place in places if place is not None and place.param.is_meta}
+    return {
+        name
+        for name, place in places
+        if place is not None and isinstance(place.param, ElsewhereParameter)
+    }
 
 
 def shows_progress(files: list[Path], vllm_config: VllmConfig) -> bool:
@@ -188,7 +194,7 @@ def initialize_dummy_weights(model: nn.Module, seed: int) -> None:
     generators: dict[torch.device, torch.Generator] = {}
     for parameter in model.parameters():
         device = parameter.device
-        if parameter.is_meta:
+        if isinstance(parameter, ElsewhereParameter):
             continue
         if device not in generators:
             generators[device] = torch.Generator(device).manual_seed(seed)

@@ -53,7 +53,7 @@ from vllm.model_executor.models.utils import (
     require_option,
 )
 from vllm.model_executor.pipeline import keep_parameters
-from vllm.model_executor.utils import make_parameter
+from vllm.model_executor.utils import ElsewhereParameter, make_parameter
 from vllm.ops.packed_linear import PackedWeight
 from vllm.sequence import IntermediateTensors
 from vllm.utils.pipeline_stage import PipelineStage
@@ -518,7 +518,7 @@ class DecoderForCausalLM(Layer):
     def _untie(self, head: torch.Tensor | PackedWeight) -> bool:
         """Untie the head if the checkpoint's head differs from the embeddings, whatever the config
         says, as in transformers; returns whether it does."""
-        is_elsewhere = self.lm_head.weight.is_meta  # in another pipeline stage
+        is_elsewhere = isinstance(self.lm_head.weight, ElsewhereParameter)
         if is_elsewhere or head.device.type == "meta" or not self.lm_head.untie(head):
             return False
         logger.warning(

@@ -22,7 +22,12 @@ from vllm.model_executor.model_loader.weight_utils import (
     log_skipped,
     weight_loader_of,
 )
-from vllm.model_executor.utils import UnsupportedConfigError, WeightFormatError, WeightShapeError
+from vllm.model_executor.utils import (
+    ElsewhereParameter,
+    UnsupportedConfigError,
+    WeightFormatError,
+    WeightShapeError,
+)
 from vllm.ops.packed_linear import CutGroupError, PackedExperts, PackedWeight
 from vllm.sequence import IntermediateTensors
 
@@ -269,7 +274,9 @@ class AutoWeightsLoader:
         head = {name for name in self.targets if name.startswith(self.head_prefix or "/")}
         self.lacks_head &= bool(head) and head.isdisjoint(loaded)
         missing = [name for name in missing if not (self.lacks_head and name in head)]
-        missing = [name for name in missing if not self.targets[name].param.is_meta]
+        missing = [
+            name for name in missing if not isinstance(self.targets[name].param, ElsewhereParameter)
+        ]
         self._check_complete(missing, unexpected + doubled)
         if self.num_packed or self.num_dequantised:
             logger.info(
@@ -317,7 +324,7 @@ class AutoWeightsLoader:
 
     def _load(self, name: str, tensor: Weight) -> None:
         target, convert = self.targets[name], self.convert
-        if target.param.is_meta:  # it is in another pipeline stage
+        if isinstance(target.param, ElsewhereParameter):
             return
         if not isinstance(tensor, torch.Tensor):
             is_known = isinstance(tensor, PackedExperts) and tensor.inputs_first
