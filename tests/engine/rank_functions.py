@@ -55,7 +55,9 @@ def layers_run(worker: Any) -> list[int]:
     return found
 
 
-def fail_in_next_pass(worker: Any, failing_rank: int) -> None:
+def fail_in_next_pass(
+    worker: Any, failing_rank: int, error: type[BaseException] = MemoryError
+) -> None:
     """Let one rank raise in the second layer that it has in its next pass."""
     if rank(worker) != failing_rank:
         return
@@ -63,7 +65,7 @@ def fail_in_next_pass(worker: Any, failing_rank: int) -> None:
 
     def fail(*_: Any) -> None:
         handle.remove()
-        raise MemoryError("planted")
+        raise error("planted")
 
     handle = layer.register_forward_pre_hook(fail)
 

@@ -28,6 +28,7 @@ from tests.engine.test_ranks import (
 from tests.grids import at_night
 from tests.models.checkpoints import make_checkpoint
 from vllm import LLM
+from vllm.hidden_states import ExtractRequest
 
 Checkpoint = Callable[..., Path]
 FAMILY = "qwen3_5"
@@ -147,6 +148,23 @@ def test_a_step_that_fails_in_one_stage_does_not_end_the_engine(
     stages.collective_rpc(rank_functions.fail_in_next_pass, args=(failing_rank,))
     (failed,) = stages.extract(PROMPTS[:1], layers=["norm"], on_error="yield")
     assert "planted" in str(failed)
+    assert same_bits(results(stages), before)
+
+
+def test_an_interrupt_ends_the_requests_of_its_step(stages: LLM) -> None:
+    """The engine's own part of a step runs when its result is asked for."""
+    before = results(stages)
+    asked = [
+        ExtractRequest(prompt, layers=["norm"], sampling_params=greedy(number))
+        for prompt, number in zip(PROMPTS[:2], (1, 40), strict=True)
+    ]
+    running = iter(stages.extract(asked, ordered=False, on_error="yield"))
+    next(running)
+    stages.collective_rpc(rank_functions.fail_in_next_pass, args=(1, KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        list(stages.extract(PROMPTS[2:], layers=["norm"]))
+    assert "interrupted" in str(next(running))
+    assert not core_of(stages).has_unfinished_requests()
     assert same_bits(results(stages), before)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from vllm.sampling_params import SamplingParams
 from vllm.v1.worker.input_batch import RequestState, make_batch
 
@@ -23,3 +25,12 @@ def test_first_blocks_follow_the_tables() -> None:
     for group_id in range(3):
         tables = batch.block_table(group_id)
         assert tables[:, 0].tolist() == batch.first_blocks([group_id])[0].tolist()
+
+
+def test_tokens_that_a_request_does_not_have_are_not_read() -> None:
+    states = [
+        RequestState(name, tokens, SamplingParams(), None, [[1]])
+        for name, tokens in (("one", [1, 2, 3]), ("two", [4]))
+    ]
+    with pytest.raises(RuntimeError, match="4 tokens are scheduled, and requests have 3"):
+        make_batch(states, [1, 0], [2, 2])

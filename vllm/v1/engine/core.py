@@ -316,9 +316,12 @@ class EngineCore:
             self._fail_step(scheduled, error)
             return _StartedStep(scheduled, None)
         except BaseException:
-            interrupted = Failure(FailureKind.ABORTED, "interrupted")
-            self.scheduler.fail_step(scheduled, FinishReason.ABORT, interrupted)
+            self._interrupt_step(scheduled)
             raise
+
+    def _interrupt_step(self, scheduled: SchedulerOutput) -> None:
+        interrupted = Failure(FailureKind.ABORTED, "interrupted")
+        self.scheduler.fail_step(scheduled, FinishReason.ABORT, interrupted)
 
     def _finish(self, step: _StartedStep) -> EngineCoreOutputs:
         output = ModelRunnerOutput()
@@ -328,6 +331,9 @@ class EngineCore:
                 output = step.pending.result()
         except Exception as error:
             self._fail_step(step.scheduled, error)
+        except BaseException:  # with pipeline stages the pass may only run here
+            self._interrupt_step(step.scheduled)
+            raise
         result = self.scheduler.update_from_output(step.scheduled, output)
         self._publish(result)
         return result

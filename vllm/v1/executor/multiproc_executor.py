@@ -281,7 +281,10 @@ class MultiprocExecutor(UniProcExecutor):
         try:
             message = pickle.dumps(RankCall(self._num_calls, method, args))
         except (pickle.PicklingError, AttributeError, TypeError) as error:
-            raise ValueError(f"{method}: other ranks cannot be told: {error}") from error
+            raise ValueError(
+                f"{method}: other ranks cannot be told: {error}; pass what can be pickled, such as "
+                "a folder or a dict of tensors"
+            ) from error
         for other in self._others:
             other.call(message)
         return self._num_calls

@@ -45,6 +45,8 @@ class Rank:
         self._rank = self._config.parallel_config.rank
         self._connections = Connections(self._config.parallel_config, settings.wiring)
         self._group, self._links = ALONE, NO_LINKS
+        self._has_left = False
+        """True after a failure, until there is a new group."""
 
     def answer(self, call: RankCall) -> RankAnswer:
         """Carry out a call. After a failure no rank waits for this one."""
@@ -66,8 +68,10 @@ class Rank:
         """Leave the group for a new one."""
         self._leave()
         self._group, self._links = self._connections.join(generation)
+        self._has_left = False
 
     def _leave(self) -> None:
+        self._has_left = True
         if self._group.communicator is not None:
             self._group.communicator.close()
         self._links.close()
@@ -84,6 +88,9 @@ class Rank:
         self.worker.initialize_from_config(kv_cache_config)
 
     def execute_model(self, scheduled: SchedulerOutput) -> None:
+        if self._has_left:  # the step before failed here: its tokens are not known
+            self.worker.model_runner.skip_step(scheduled)
+            raise GroupClosedError("the step before this one failed")
         self.worker.model_runner.execute_model(scheduled).result()
 
     def collective_rpc(self, call: WorkerCall) -> Any:

@@ -316,12 +316,12 @@ class GPUModelRunner:
         return PendingOutput(output, parts)
 
     def skip_step(self, scheduled: SchedulerOutput) -> None:
-        """Take in which requests begin and end with a step whose pass does not run."""
+        """Take in which requests begin and end with a step whose pass does not run. What the
+        connector has to report comes with the next step."""
         self.extractor.drop_step()
         try:
             if self.connector is not None:
                 self.connector.begin_step(scheduled)
-                self.connector.end_step(scheduled, [])
         finally:
             self._update_states(scheduled)
 

@@ -175,7 +175,8 @@ def make_batch(
 ) -> StepBatch:
     """Lay the scheduled tokens of the requests out flat.
 
-    rotary_offsets: the start of longrope's table for each request.
+    rotary_offsets: the start of longrope's table for each request. RuntimeError: a request has
+    fewer tokens than are scheduled, which kernels would read beyond.
     """
     computed = np.asarray(num_computed, dtype=np.int64)
     scheduled = np.asarray(num_scheduled, dtype=np.int64)
@@ -185,6 +186,10 @@ def make_batch(
     token_ids = np.concatenate(
         [s.tokens.values[c : c + n] for s, c, n in zip(states, computed, scheduled, strict=True)]
     )
+    if len(token_ids) != query_start[-1]:
+        raise RuntimeError(
+            f"{query_start[-1]} tokens are scheduled, and requests have {len(token_ids)} of them"
+        )
     positions = computed[request_of_token] + offsets
     rotary_positions = None
     if rotary_offsets is not None:
