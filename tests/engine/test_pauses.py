@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,6 @@ import torch
 
 from tests.engine.harness import engine, extraction_config, random_prompts
 from tests.grids import at_night
-from tests.models.checkpoints import make_checkpoint
 from vllm import LLM, AsyncEngineArgs, AsyncLLM, SamplingParams
 from vllm.hidden_states import HiddenStatesSample
 
@@ -26,17 +26,9 @@ LENGTH = 240
 
 
 @pytest.fixture(scope="module")
-def other(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def other(checkpoint: Checkpoint) -> Callable[[str], Path]:
     """The folder of a checkpoint of the same sizes and other values."""
-    made: dict[str, Path] = {}
-
-    def make(family: str) -> Path:
-        if family not in made:
-            folder = tmp_path_factory.mktemp("other") / family
-            made[family] = make_checkpoint(folder, family, seed=77)
-        return made[family]
-
-    return make
+    return partial(checkpoint, seed=77)
 
 
 def long(**options: Any) -> SamplingParams:

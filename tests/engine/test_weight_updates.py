@@ -6,6 +6,7 @@ import asyncio
 import shutil
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,17 +34,9 @@ FAMILIES = [
 
 
 @pytest.fixture(scope="module")
-def other(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def other(checkpoint: Checkpoint) -> Callable[[str], Path]:
     """The folder of a checkpoint of the same sizes and other values."""
-    made: dict[str, Path] = {}
-
-    def make(family: str) -> Path:
-        if family not in made:
-            folder = tmp_path_factory.mktemp("other") / family
-            made[family] = make_checkpoint(folder, family, seed=77)
-        return made[family]
-
-    return make
+    return partial(checkpoint, seed=77)
 
 
 def weights_in(folder: Path) -> dict[str, torch.Tensor]:
