@@ -248,6 +248,7 @@ def test_the_end_of_the_engine_is_an_error(arguments: AsyncEngineArgs) -> None:
 def test_close_from_another_thread_ends_a_trainer_that_waits(arguments: AsyncEngineArgs) -> None:
     prompts = random_prompts(5, [100] * 3000)
     dataset = ExtractingDataset(arguments, prompts, LAYERS)
+    before = set(threading.enumerate())
     items = iter(dataset)
     next(items)
     timer = threading.Timer(0.3, dataset.close)
@@ -255,7 +256,9 @@ def test_close_from_another_thread_ends_a_trainer_that_waits(arguments: AsyncEng
     with pytest.raises(EngineDeadError):
         list(items)
     timer.join()
-    assert threading.active_count() < 20
+    for thread in set(threading.enumerate()) - before:
+        thread.join(20)
+        assert not thread.is_alive(), thread.name
 
 
 def test_a_slow_trainer_does_not_wait(

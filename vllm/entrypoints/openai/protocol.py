@@ -319,7 +319,7 @@ class PromptFields(Body):
     """Add the tokenizer's special tokens, such as begin-of-text; by default to texts only."""
     cache_salt: str | None = None
     """Prompts share cached prefixes only if their salts are equal."""
-    request_id: Annotated[str, Field(max_length=100_000)] | None = None
+    request_id: str | None = None
     """Name of the request in logs and files; a random one by default."""
 
 
