@@ -219,6 +219,30 @@ def test_a_port_for_each_engine() -> None:
         VllmConfig(kv_events_config=events, parallel_config=ParallelConfig(data_parallel_size=2))
 
 
+@pytest.mark.parametrize(
+    ("endpoint", "replay", "num_engines", "is_free"),
+    [
+        ("127.0.0.1:5557", "127.0.0.1:5557", 1, False),
+        ("127.0.0.1:5557", "127.0.0.1:5558", 1, True),
+        ("127.0.0.1:5557", "127.0.0.1:5558", 2, False),
+        ("*:5560", "127.0.0.1:5558", 3, False),
+        ("*:5560", "127.0.0.1:5557", 3, True),
+        ("10.0.0.2:5557", "*:5557", 2, True),  # the first is another machine's
+    ],
+)
+def test_ports_of_engines_that_meet(
+    endpoint: str, replay: str, num_engines: int, is_free: bool
+) -> None:
+    """The second engine's events would be where the first one's are asked for again."""
+    config = KVEventsConfig(endpoint=f"tcp://{endpoint}", replay_endpoint=f"tcp://{replay}")
+    config.publisher = "zmq"
+    if is_free:
+        config.check_ports(num_engines)
+        return
+    with pytest.raises(ValueError, match=f"use ports that are at least {num_engines} apart"):
+        config.check_ports(num_engines)
+
+
 def test_this_machine_only_by_default() -> None:
     assert KVEventsConfig().endpoint == "tcp://127.0.0.1:5557"
     config = KVEventsConfig(enable_kv_cache_events=True, endpoint=free_address())

@@ -6,6 +6,10 @@ from typing import Annotated, Literal
 
 from vllm.utils.checked import UNSET, Fillable, config, is_unset
 from vllm.utils.network_utils import check_port
+from vllm.utils.text import brief
+
+ALL_ADDRESSES = {"*", "0.0.0.0", "[::]"}
+HERE = {*ALL_ADDRESSES, "127.0.0.1", "[::1]", "localhost"}
 
 
 @config("kv_events_config")
@@ -44,9 +48,20 @@ class KVEventsConfig:
     def check_ports(self, num_engines: int) -> None:
         """Raise ValueError unless each engine has a port: engine I uses the port of an endpoint
         plus I. zmq itself takes any number, and uses its last 16 bits."""
+        hosts, ports = set(), []
         for name in ("endpoint", "replay_endpoint"):
             address = getattr(self, name)
             if self.publisher == "zmq" and address is not None and address.startswith("tcp://"):
-                port = address.removeprefix("tcp://").rpartition(":")[2]
+                host, _, port = address.removeprefix("tcp://").rpartition(":")
                 option = f"kv_events_config.{name}"
                 check_port(option, address, port, num_ports=num_engines)
+                hosts.add(host)
+                ports.append(int(port))
+        may_meet = len(hosts) == 1 or (hosts <= HERE and not hosts.isdisjoint(ALL_ADDRESSES))
+        if len(ports) == 2 and may_meet and abs(ports[0] - ports[1]) < num_engines:
+            several = "" if num_engines == 1 else f" (engine I of {num_engines} adds I)"
+            raise ValueError(
+                f"kv_events_config.endpoint={brief(self.endpoint)} and replay_endpoint="
+                f"{brief(self.replay_endpoint)} use the same ports{several}; use ports that are at "
+                f"least {num_engines} apart"
+            )
