@@ -22,8 +22,10 @@ from tests.grids import at_night
 from tests.models.checkpoints import make_checkpoint
 from tests.models.oracle import relative_error
 from vllm import LLM, AsyncEngineArgs, AsyncLLM, SamplingParams, SteeringVector
+from vllm.exceptions import FailureError
 from vllm.hidden_states import ExtractRequest, HiddenStatesError, HiddenStatesSample
 from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.executor.multiproc_executor import RankProcess
 
 Checkpoint = Callable[..., Path]
 PROMPTS = random_prompts(7, [61, 5, 34])
@@ -216,6 +218,23 @@ def test_a_rank_killed_in_a_step_fails_its_requests(checkpoint: Checkpoint) -> N
         threading.Timer(0.5, os.kill, (pid, signal.SIGKILL)).start()
         (failed,) = llm.extract(PROMPTS[:1], layers=[4], on_error="yield")
         assert "rank 1 ended with status -9" in str(failed)
+    assert rank_processes() == others
+
+
+def test_a_rank_killed_before_it_listens_ends_the_start(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing takes the first call then."""
+    others = rank_processes()
+    send = RankProcess.send
+
+    def and_kill(process: RankProcess, settings: object) -> None:
+        send(process, settings)
+        os.kill(process.pid, signal.SIGKILL)
+
+    monkeypatch.setattr(RankProcess, "send", and_kill)
+    with pytest.raises(FailureError, match="rank 1 ended with status -9"):
+        LLM(str(checkpoint("llama")), tensor_parallel_size=2, **OPTIONS)
     assert rank_processes() == others
 
 

@@ -71,11 +71,12 @@ def test_every_kind_together(tokenizer: Any) -> None:
         {"token_ids": [5, 6]},
         {"prompt": "c", "text": "not this"},
         {"input_ids": [7], "messages": None, "text": "nor this"},
+        {"prompt": "d", "prompt_token_ids": [8, 9]},
     )
     ids = [prompt.token_ids.tolist() for prompt in made if isinstance(prompt, Prompt)]
     chat = render_chat(tokenizer, CHAT, add_generation_prompt=False)["prompt_token_ids"]
     text = [tokenizer.encode(one, add_special_tokens=True) for one in ("äb", "c")]
-    assert ids == [text[0], chat, [5, 6], text[1], [7]]
+    assert ids == [text[0], chat, [5, 6], text[1], [7], [8, 9]]
 
 
 def test_sharegpt(tokenizer: Any) -> None:

@@ -1,7 +1,7 @@
 """Python modules that run in processes of their own and end with their parent.
 
 The parent writes one pickled object to the child's standard input and keeps the pipe open. When
-the pipe closes, the parent has ended in some way, and the child ends (:func:`end_with_parent`).
+the pipe closes, the parent has ended in some way, and the child ends (:func:`receive_settings`).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import tempfile
 import threading
 import weakref
 from collections.abc import Collection
+from typing import Any
 
 
 def private_folder(prefix: str) -> str:
@@ -81,8 +82,15 @@ def _end_process(process: subprocess.Popen[bytes], folder: str) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def end_with_parent(folder: str) -> None:
-    """End this process when standard input closes: the parent is gone, even after SIGKILL."""
+def receive_settings(folder: str) -> Any:
+    """Wait for the object that the parent sends; from then on, end this process when the parent is
+    gone, even after SIGKILL: standard input closes then. SystemExit: it is gone already.
+    """
+    try:
+        settings = pickle.load(sys.stdin.buffer)
+    except (EOFError, pickle.UnpicklingError):
+        shutil.rmtree(folder, ignore_errors=True)
+        sys.exit(1)
 
     def watch() -> None:
         # The raw descriptor: a thread inside the buffered object would break the exit.
@@ -92,3 +100,4 @@ def end_with_parent(folder: str) -> None:
         os._exit(1)
 
     threading.Thread(target=watch, name="end-with-parent", daemon=True).start()
+    return settings

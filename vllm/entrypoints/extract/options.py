@@ -62,7 +62,7 @@ class ExtractOptions:
     prompt_column: str | None = None
     """Column with text. Default: "prompt", or "text"."""
     token_ids_column: str | None = None
-    """Column with token ids. Default: "input_ids", or "token_ids"."""
+    """Column with token ids. Default: "input_ids", "token_ids", or "prompt_token_ids"."""
     id_column: str | None = None
     """Column with the names of the files of format "files". Default: the numbers of the samples."""
     chat_template: str | None = None

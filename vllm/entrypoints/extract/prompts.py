@@ -30,7 +30,7 @@ logger = init_logger(__name__)
 
 _MESSAGES = ("messages", "conversations")
 _TEXT = ("prompt", "text")
-_TOKEN_IDS = ("input_ids", "token_ids")
+_TOKEN_IDS = ("input_ids", "token_ids", "prompt_token_ids")
 _MASK = ("loss_mask",)
 _TOOLS = "tools"
 _SHAREGPT_ROLES = {

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import pickle
 import queue
-import shutil
 import signal
 import sys
 import threading
@@ -27,7 +26,7 @@ from vllm.exceptions import Failure, FailureError, FailureKind, NotReadyError
 from vllm.logger import LogFormat, init_logger, set_log_format
 from vllm.model_classes import ModelRegistry
 from vllm.transformers_utils.tokenizer import TokenizerLike, load_tokenizer
-from vllm.utils.child_process import end_with_parent
+from vllm.utils.child_process import receive_settings
 from vllm.utils.gc_utils import settle_garbage_collector
 from vllm.utils.mem_utils import return_freed_memory
 from vllm.v1.core.kv_cache_utils import describe
@@ -240,13 +239,8 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     folder = sys.argv[1]
-    try:
-        settings: CoreSettings = pickle.load(sys.stdin.buffer)
-    except (EOFError, pickle.UnpicklingError):  # the parent ended before it had a config
-        shutil.rmtree(folder, ignore_errors=True)
-        return 1
+    settings: CoreSettings = receive_settings(folder)
     set_log_format(settings.log_format)
-    end_with_parent(folder)
     context: zmq.Context[Any] = zmq.Context()
     reports = context.socket(zmq.PUSH)
     reports.connect(settings.report_address)

@@ -84,6 +84,11 @@ class RankProcess(ChildProcess):
         super().__init__("vllm.v1.executor.rank_process", folder, files)
 
     def call(self, message: bytes) -> None:
+        """Send a call. RankDiedError: the process does not take it."""
+        deadline = time.monotonic() + self._timeout_seconds
+        # A socket whose other end is gone, or never came, would wait for ever.
+        while not self._socket.poll(POLL_MILLISECONDS, zmq.POLLOUT):
+            self._check((self,), deadline)
         self._socket.send(message)
 
     def answer(self, number: int, ranks: Sequence[RankProcess]) -> RankAnswer:
@@ -95,19 +100,24 @@ class RankProcess(ChildProcess):
             if self._socket.poll(POLL_MILLISECONDS):
                 answer: RankAnswer = pickle.loads(self._socket.recv())
                 self._answers[answer.number] = answer
-            elif ended := [one for one in (self, *ranks) if one.status is not None]:
-                raise RankDiedError(
-                    f"the process of rank {ended[0].rank} ended with status {ended[0].status}"
-                )
-            elif time.monotonic() > deadline:
-                self._write_stacks()
-                raise RankDiedError(
-                    f"rank {self.rank} has not answered for {self._timeout_seconds:g} s "
-                    "(distributed_timeout_seconds); its stacks are in the log"
-                )
+            else:
+                self._check((self, *ranks), deadline)
         for old in [one for one in self._answers if one <= number - KEPT_ANSWERS]:
             del self._answers[old]
         return self._answers[number]
+
+    def _check(self, ranks: Sequence[RankProcess], deadline: float) -> None:
+        """RankDiedError: one of ``ranks`` ended, or the time is up."""
+        if ended := [one for one in ranks if one.status is not None]:
+            raise RankDiedError(
+                f"the process of rank {ended[0].rank} ended with status {ended[0].status}"
+            )
+        if time.monotonic() > deadline:
+            self._write_stacks()
+            raise RankDiedError(
+                f"rank {self.rank} has not answered for {self._timeout_seconds:g} s "
+                "(distributed_timeout_seconds); its stacks are in the log"
+            )
 
     def _write_stacks(self) -> None:
         with suppress(ProcessLookupError):
@@ -152,6 +162,9 @@ class MultiprocExecutor(UniProcExecutor):
             self._meet()
             with self._together("load_model"):
                 super().__init__(vllm_config)
+        except RankDiedError as death:
+            self._end_others()
+            raise FailureError(Failure(FailureKind.ENGINE_DEAD, str(death))) from death
         except BaseException:
             self._end_others()
             raise
@@ -285,8 +298,12 @@ class MultiprocExecutor(UniProcExecutor):
                 f"{method}: other ranks cannot be told: {error}; pass what can be pickled, such as "
                 "a folder or a dict of tensors"
             ) from error
-        for other in self._others:
-            other.call(message)
+        try:
+            for other in self._others:
+                other.call(message)
+        except RankDiedError as death:
+            self._die(death)
+            raise FailureError(Failure(FailureKind.ENGINE_DEAD, str(death))) from death
         return self._num_calls
 
     def _results(self, number: int) -> Sequence[Any]:

@@ -22,7 +22,7 @@ from vllm.exceptions import Failure, FailureKind, kind_of
 from vllm.logger import init_logger, set_log_format
 from vllm.model_classes import ModelRegistry
 from vllm.plugins import load_general_plugins
-from vllm.utils.child_process import end_with_parent
+from vllm.utils.child_process import receive_settings
 from vllm.utils.gc_utils import settle_garbage_collector
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine.core_messages import WorkerCall
@@ -103,9 +103,8 @@ def main() -> int:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     folder = sys.argv[1]
-    settings: RankSettings = pickle.load(sys.stdin.buffer)
+    settings: RankSettings = receive_settings(folder)
     set_log_format(settings.log_format)
-    end_with_parent(folder)
     ModelRegistry.restore(settings.models)
     rank = Rank(settings)
     settle_garbage_collector()
