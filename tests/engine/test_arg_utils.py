@@ -215,6 +215,8 @@ def test_flags_of_the_command_line() -> None:
     assert args.speculative_config == SPECULATIVE
     assert args.hf_overrides == {"a_b": 1}
     assert parse("--model", "m", "--max-model-len", "-1").max_model_len == -1
+    for accepted in (["--enable-sleep-mode"], ["--language-model-only"], ["--runner", "pooling"]):
+        parse("--model", "m", *accepted)
     assert parse("--model", "m") == EngineArgs(model="m")
 
 

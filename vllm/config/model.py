@@ -123,6 +123,12 @@ class ModelConfig:
     -1: as many of those as fit in memory."""
     enforce_eager: bool = False
     """Never replay recorded decode steps (CUDA graphs)."""
+    runner: Literal["auto", "generate", "pooling"] = "auto"
+    """Accepted for existing callers, without effect: one engine generates, embeds and extracts."""
+    language_model_only: bool = False
+    """Accepted for existing callers, without effect: only the language part is ever loaded."""
+    enable_sleep_mode: bool = False
+    """Accepted for existing callers, without effect: each engine can sleep."""
     served_model_name: Annotated[
         list[str] | str | None,
         require(lambda names: names is None or (names and all(names)), "use no empty name"),
