@@ -282,11 +282,11 @@ def _num_blocks(vllm_config: VllmConfig, layout: PoolLayout, available_bytes: in
     length = vllm_config.model_config.max_model_len
     have = num_blocks * layout.block_bytes
     fitting = estimate_max_model_len(vllm_config, layout, have)
-    hint = f"max_model_len={fitting} would fit" if fitting else "no length fits"
+    hint = f"max_model_len={fitting} would fit; or raise" if fitting else "No length fits; raise"
     raise ValueError(
         f"the KV pool is too small for one request of max_model_len={length} tokens: it needs "
         f"{needed} blocks of {layout.block_bytes} bytes ({needed * layout.block_bytes / 2**20:.1f} "
-        f"MiB), {num_blocks} blocks ({have / 2**20:.1f} MiB) are there. {hint}; or raise "
+        f"MiB), {num_blocks} blocks ({have / 2**20:.1f} MiB) are there. {hint} "
         "kv_cache_memory_bytes / gpu_memory_utilization"
     )
 
