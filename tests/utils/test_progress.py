@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
+import threading
 
 import pytest
 
@@ -37,3 +40,16 @@ def test_a_bar_on_a_terminal(
     with progress_bar(total=2, desc="Extracting") as bar:
         bar.update(2)
     assert "\r" in capsys.readouterr().err
+
+
+def test_a_forked_process_that_dies_with_the_lock() -> None:
+    next(iter(progress_bar(range(2), leave=False)))
+    child = os.fork()
+    if child == 0:
+        type(progress_bar(range(2))).get_lock().acquire()
+        os.kill(os.getpid(), signal.SIGKILL)
+    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
+    bar = threading.Thread(target=lambda: list(progress_bar(range(2))), daemon=True)
+    bar.start()
+    bar.join(20)
+    assert not bar.is_alive()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Iterable
 from typing import Any
 
@@ -22,12 +23,20 @@ class _Lines:
         sys.stderr.flush()
 
 
+class _Bar(tqdm):  # type: ignore[type-arg] # its class takes no argument at run time
+    """Has a lock of this process alone. tqdm's own is also that of forked processes, and stays
+    locked for ever if one of them is killed with it."""
+
+
+_Bar.set_lock(threading.RLock())
+
+
 def progress_bar(iterable: Iterable[Any] | None = None, **options: Any) -> tqdm[Any]:
     """Make a bar of tqdm with these arguments."""
     form: dict[str, Any] = {"dynamic_ncols": True}
     if not sys.stderr.isatty():
         seconds = {"mininterval": LINE_SECONDS, "maxinterval": LINE_SECONDS}
         form = {"file": _Lines(), "ncols": 0, **seconds}
-    make: Any = tqdm
+    make: Any = _Bar
     bar: tqdm[Any] = make(iterable, **form, **options)
     return bar
