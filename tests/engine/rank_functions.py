@@ -14,6 +14,7 @@ from vllm.distributed.parallel_state import (
     get_tp_group,
     get_world_group,
 )
+from vllm.model_executor.layers.attention import spread_attention
 
 
 def poison(worker: Any) -> None:
@@ -41,6 +42,13 @@ def context_group(worker: Any) -> tuple[int, int, float]:
     group = get_dcp_group()
     total = float(group.all_reduce(torch.ones(1)))
     return group.rank_in_group, group.world_size, total
+
+
+def set_part_bytes(worker: Any, num_bytes: int) -> int:
+    """Limit the parts of an attention that a rank computes at a time; returns the limit before."""
+    before = spread_attention.MOST_PART_BYTES
+    spread_attention.MOST_PART_BYTES = num_bytes
+    return before
 
 
 def parameter_bytes(worker: Any) -> int:

@@ -17,7 +17,7 @@ from vllm.utils.token_spread import TokenSpread
 if TYPE_CHECKING:
     from vllm.v1.attention.backend import AttentionMetadata
 
-_MOST_PART_BYTES = 64 * 2**20
+MOST_PART_BYTES = 64 * 2**20
 """Size of the parts of some heads that a rank computes at a time."""
 _LN_2 = math.log(2)
 
@@ -53,7 +53,7 @@ def attend_spread(
     group = get_dcp_group()
     tokens, heads, value_size = out.shape
     head_bytes = tokens * group.world_size * (value_size + 2) * 4
-    heads_at_once = max(1, _MOST_PART_BYTES // max(1, head_bytes))
+    heads_at_once = max(1, MOST_PART_BYTES // max(1, head_bytes))
     for first in range(0, heads, heads_at_once):
         own = slice(first, first + heads_at_once)
         queries = group.all_gather(query[:, own], 1)
