@@ -18,7 +18,13 @@ from vllm.distributed.communicators import (
     SharedMemory,
     SharedMemoryCommunicator,
 )
-from vllm.distributed.parallel_state import GroupCoordinator, get_dcp_group, use_groups
+from vllm.distributed.parallel_state import (
+    GroupCoordinator,
+    get_dcp_group,
+    get_decode_context_model_parallel_rank,
+    get_decode_context_model_parallel_world_size,
+    use_groups,
+)
 from vllm.ops.ranks import ALL_THERE, LEFT, TIMED_OUT, meet_ranks
 
 Make = Callable[[int], Communicator]
@@ -112,6 +118,8 @@ def test_groups_that_spread_tokens_are_side_by_side(monkeypatch: pytest.MonkeyPa
         group = replace(whole, decode_context_parallel_size=2)
         with use_groups(group):
             part = get_dcp_group()
+            assert get_decode_context_model_parallel_rank() == part.rank_in_group
+            assert get_decode_context_model_parallel_world_size() == part.world_size
         sums, swapped = part.all_reduce(own[whole.rank]), part.all_to_all(own[whole.rank])
         return (part.rank_in_group, part.world_size), sums, swapped
 

@@ -96,8 +96,8 @@ def checked(name: str, folder: Path, way: str = "tensor") -> str:
 def overrides(name: str, way: str) -> dict[str, Any]:
     """Return entries of the config that the way needs: two ranks spread the tokens of one head."""
     heads, config = "num_key_value_heads", FAMILIES[name].config
-    needs_one = way == "context" and heads in config and "kv_lora_rank" not in config
-    return {heads: 1} if needs_one else {}
+    cannot = "kv_lora_rank" in config or name == "zamba2"  # its heads have to be as many
+    return {heads: 1} if way == "context" and heads in config and not cannot else {}
 
 
 def main() -> int:

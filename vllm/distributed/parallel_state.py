@@ -221,6 +221,14 @@ def get_tensor_model_parallel_world_size() -> int:
     return get_tp_group().world_size
 
 
+def get_decode_context_model_parallel_rank() -> int:
+    return get_dcp_group().rank_in_group
+
+
+def get_decode_context_model_parallel_world_size() -> int:
+    return get_dcp_group().world_size
+
+
 def tensor_model_parallel_all_reduce(tensor: torch.Tensor) -> torch.Tensor:
     """Return the sum of ``tensor`` over the tensor-parallel ranks."""
     return get_tp_group().all_reduce(tensor)

@@ -191,7 +191,8 @@ class GPUModelRunner:
             kinds = ", ".join(dict.fromkeys(spec.kind for spec in specs if not spec.holds_rows))
             raise ValueError(
                 f"decode_context_parallel_size={size}: only attention layers that read all earlier "
-                f"tokens spread them over ranks, and this model's layers ({kinds}) do not; use 1"
+                "tokens, and do not select some, spread them over ranks; none of this model's "
+                f"layers ({kinds}) does; use 1"
             )
 
     @property
