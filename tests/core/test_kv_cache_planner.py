@@ -189,7 +189,7 @@ def test_hidden_spec_bytes() -> None:
 
 def spread_spec(spread: TokenSpread, **more: Any) -> FullAttentionSpec:
     return FullAttentionSpec(
-        block_size=16, num_kv_heads=1, head_size=64, dtype=BF16, token_spread=spread, **more
+        block_size=16, num_kv_heads=1, head_size=64, dtype=BF16, spread=spread, **more
     )
 
 

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.engine import rank_functions
-from tests.engine.harness import core_of, engine, extraction_config, greedy
+from tests.engine.harness import core_of, engine, extraction_config, greedy, random_prompts
 from tests.engine.test_ranks import OPTIONS, PROMPTS, SAMPLED, results, same_bits, tokens
 from tests.grids import at_night
 from tests.models.oracle import relative_error
@@ -55,6 +55,21 @@ def test_values_are_those_of_one_process(pair: LLM, checkpoint: Checkpoint) -> N
     assert [spec.tokens_per_block for spec in specs] == [32, 16]
     assert core_of(pair).vllm_config.cache_config.block_size == specs[0].block_size == 16
     assert pair.collective_rpc(rank_functions.context_group) == [(0, 2, 2.0), (1, 2, 2.0)]
+
+
+def test_a_prefix_hit_ends_inside_a_block(pair: LLM) -> None:
+    """Tokens of both ranks are copied with their block, and the rest of it is written anew."""
+    shared = random_prompts(23, [48 + 15])[0]["prompt_token_ids"]
+    prompts = [shared, [*shared[:48], *range(100, 130)]]
+    found, hits = [], []
+    for salts in (("a", "a"), ("b", "c")):
+        for ids, salt in zip(prompts, salts, strict=True):
+            asked: Any = {"prompt_token_ids": ids, "cache_salt": salt}
+            (output,) = pair.generate(asked, greedy(20), use_tqdm=False)
+            found.append(output.outputs[0].token_ids)
+            hits.append(output.num_cached_tokens)
+    assert hits == [0, 48, 0, 0]
+    assert found[:2] == found[2:]
 
 
 SIZES = [

@@ -148,11 +148,7 @@ class FullAttentionSpec(AttentionSpec):
 
     leads: ClassVar[int] = 2
 
-    token_spread: TokenSpread = WHOLE
-
-    @property
-    def spread(self) -> TokenSpread:
-        return self.token_spread
+    spread: TokenSpread = WHOLE
 
     def max_memory_usage_bytes(self, vllm_config: VllmConfig) -> int:
         tokens = tokens_of_a_rank(vllm_config)

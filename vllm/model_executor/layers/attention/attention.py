@@ -172,7 +172,7 @@ class Attention(Layer, AttentionLayerBase):
             return SlidingWindowSpec(**spec, sliding_window=self.sliding_window)
         if self.chunk_size is not None and not keeps_all:
             return ChunkedLocalAttentionSpec(**spec, attention_chunk_size=self.chunk_size)
-        return FullAttentionSpec(**spec, token_spread=self.spread)
+        return FullAttentionSpec(**spec, spread=self.spread)
 
     def forward(
         self,

@@ -182,7 +182,7 @@ class MLAAttention(Layer, AttentionLayerBase):
             num_kv_heads=1,
             head_size=self.latent_size,
             dtype=vllm_config.model_config.dtype,
-            token_spread=self.spread,
+            spread=self.spread,
         )
 
     def forward(
