@@ -203,10 +203,12 @@ def get_dcp_group() -> GroupCoordinator:
     """
     group = get_tp_group()
     size, rank = group.decode_context_parallel_size, group.rank_in_group
+    if size == 1:
+        return ALONE
     if size == group.world_size or group.communicator is None:
-        return group if size > 1 else ALONE
+        return group
     part = PartOfGroup(group.communicator, rank // size * size, size)
-    return GroupCoordinator(rank % size, size, part) if size > 1 else ALONE
+    return GroupCoordinator(rank % size, size, part)
 
 
 get_pcp_group = get_dp_group
