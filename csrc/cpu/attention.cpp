@@ -262,8 +262,42 @@ void paged_attention(const Tensor& query, const Tensor& kv_cache, const Tensor& 
         "paged_attention");
 }
 
+void paged_attention_part(const Tensor& query, const Tensor& kv_cache, const Tensor& block_table,
+                          const Tensor& query_start, const Tensor& seq_lens, double scale,
+                          int64_t value_offset, std::optional<double> soft_cap, int64_t ranks,
+                          int64_t rank, int64_t interleave, const Tensor& out) {
+  AttentionArgs args{dtype_of(query),
+                     num_threads(),
+                     query.data_ptr(),
+                     query.stride(0),
+                     query.stride(1),
+                     query.size(1),
+                     PagedCache(kv_cache),
+                     query.size(2),
+                     out.size(2) - 2,
+                     value_offset,
+                     data_of<const int32_t>(block_table),
+                     block_table.stride(0),
+                     block_table.size(1),
+                     data_of<const int32_t>(query_start),
+                     data_of<const int32_t>(seq_lens),
+                     seq_lens.size(0),
+                     0,
+                     0,
+                     nullptr,
+                     int64_t(kFloat32),
+                     nullptr,
+                     scale,
+                     soft_cap.value_or(0.0)};
+  args.ranks = ranks, args.rank = rank, args.interleave = interleave;
+  args.part = data_of<float>(out);
+  check(with_tile_math(args.dtype, [&](auto math) { return run<decltype(math)>(args); }),
+        "paged_attention_part");
+}
+
 }  // namespace
 
 VLLM_OPERATION(paged_attention)
+VLLM_OPERATION(paged_attention_part)
 
 }  // namespace vllm

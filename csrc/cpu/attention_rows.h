@@ -144,6 +144,7 @@ class AttentionRows {
 
   // Writes the output rows from their merged states.
   void finish(const RowStates& states) const {
+    if (args_.part != nullptr) return finish_part(states);
     for (int64_t r = 0; r < range_.rows; ++r) {
       const Floats inverse = splat(inverse_sum(r, states));
       const float* values = states.values + r * padded_;
@@ -164,9 +165,10 @@ class AttentionRows {
   }
 
   // The keys that row r (inside the range) attends to end after its own position. They begin a
-  // sliding window before that end, or where its chunk begins.
+  // sliding window before that end, or where its chunk begins. Of a part of the tokens it may see
+  // none.
   int64_t end_of(int64_t r) const {
-    return range_.first_position + (range_.first + r) / group_ + 1;
+    return args_.keys_of(range_.first_position + (range_.first + r) / group_ + 1);
   }
   int64_t begin_for(int64_t end) const {
     const int64_t window = args_.sliding_window, chunk = args_.chunk_size;
@@ -179,6 +181,16 @@ class AttentionRows {
     return args_.query_start[range_.request] + (range_.first + r) / group_;
   }
   int64_t head(int64_t r) const { return range_.kv_head * group_ + (range_.first + r) % group_; }
+
+  // Writes the merged states: the weighted values, their maximum, the sum of their weights.
+  void finish_part(const RowStates& states) const {
+    for (int64_t r = 0; r < range_.rows; ++r) {
+      float* out = args_.part + (token(r) * args_.heads + head(r)) * (size_ + 2);
+      std::memcpy(out, states.values + r * padded_, size_t(size_) * sizeof(float));
+      out[size_] = states.maximum[r];
+      out[size_ + 1] = reduce_add(load(states.sums + r * kWidth));
+    }
+  }
 
   // One over the sum of row r's weights, including the sink's.
   float inverse_sum(int64_t r, const RowStates& states) const {

@@ -31,6 +31,16 @@ struct AttentionArgs {
   void* out;  // [tokens, heads, value_size] dense
   double scale;
   double soft_cap;  // 0: none
+  // Runs of `interleave` tokens lie on the ranks in turn; the cache has those of `rank`.
+  int64_t ranks = 1, rank = 0, interleave = 1;
+  float* part = nullptr;  // [tokens, heads, value_size + 2] dense: written instead of out
+
+  // Number of keys in the cache among those of the first `tokens` tokens.
+  int64_t keys_of(int64_t tokens) const {
+    if (ranks == 1) return tokens;
+    const int64_t turn = ranks * interleave, rest = tokens % turn - rank * interleave;
+    return tokens / turn * interleave + (rest < 0 ? 0 : rest < interleave ? rest : interleave);
+  }
 
   // Elements that replace a key and its value when neither is needed.
   int64_t content() const {

@@ -12,6 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm.config import CacheConfig
+from vllm.utils.token_spread import TokenSpread
+from vllm.v1.cache_kinds.base import RetentionLimits
+from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import (
     blocks_per_request,
     describe,
@@ -28,6 +31,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheReferences,
     KVCacheSpec,
     MambaSpec,
+    MLAAttentionSpec,
     SlidingWindowSpec,
     cdiv,
 )
@@ -181,6 +185,82 @@ def test_hidden_spec_bytes() -> None:
         _ = HiddenStateCacheSpec(
             block_size=1, num_kv_heads=1, head_size=8, dtype=BF16, page_size_padded=15
         ).page_size_bytes
+
+
+def spread_spec(spread: TokenSpread, **more: Any) -> FullAttentionSpec:
+    return FullAttentionSpec(
+        block_size=16, num_kv_heads=1, head_size=64, dtype=BF16, spread=spread, **more
+    )
+
+
+@pytest.mark.parametrize(("decode", "prefill"), [(1, 1), (2, 1), (4, 1), (2, 3)])
+def test_ranks_that_share_tokens_need_blocks_for_their_part(decode: int, prefill: int) -> None:
+    config = config_for(5000)
+    config.parallel_config.decode_context_parallel_size = decode
+    config.parallel_config.prefill_context_parallel_size = prefill
+    ranks = decode * prefill
+    spec, hidden = (
+        spread_spec(TokenSpread(ranks)),
+        HiddenStateCacheSpec(block_size=10, num_kv_heads=2, head_size=64, dtype=BF16),
+    )
+    assert spec.tokens_per_block == 16 * ranks
+    assert spec.num_blocks(16 * ranks) == 1
+    assert spec.num_blocks(16 * ranks + 1) == 2
+    assert spec.max_blocks_per_request(config) == cdiv(5000, 16 * ranks)
+    assert spec.max_memory_usage_bytes(config) == cdiv(cdiv(5000, ranks), 16) * 16 * 2 * 64 * 2
+    latent = MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=72, dtype=BF16)
+    assert latent.max_memory_usage_bytes(config) == cdiv(cdiv(5000, ranks), 16) * 16 * 72 * 2
+    # One rank has all rows, so the pool is planned for all of them.
+    assert hidden.max_blocks_per_request(config) == 500
+
+
+def test_a_block_has_the_tokens_of_all_ranks() -> None:
+    """Layers that keep some tokens, and rows, are on every rank as they are without."""
+    window = SlidingWindowSpec(
+        block_size=16, num_kv_heads=1, head_size=64, dtype=BF16, sliding_window=33
+    )
+    rows = HiddenStateCacheSpec(block_size=16, num_kv_heads=2, head_size=64, dtype=BF16)
+    config = config_for(2000)
+    plans = {}
+    for ranks in (1, 4):
+        specs = {"a": spread_spec(TokenSpread(ranks, 8)), "b": window, "rows": rows}
+        plans[ranks] = plan_of(config, specs, 2**22)
+    assert plans[1].block_bytes == plans[4].block_bytes
+    whole, spread = (
+        {group.layer_names[0]: group.kv_cache_spec for group in plan.kv_cache_groups}
+        for plan in plans.values()
+    )
+    assert spread["a"].block_size == whole["a"].block_size
+    assert spread["a"].tokens_per_block == 4 * whole["a"].tokens_per_block
+    assert (spread["b"], spread["rows"]) == (whole["b"], whole["rows"])
+    for name in ("a", "b", "rows"):
+        assert plans[1].page_runs(name) == plans[4].page_runs(name)
+    manager = spread["a"].make_manager(BlockPool(9), 0, RetentionLimits(0))
+    assert manager.tokens_per_block == spread["a"].tokens_per_block
+
+
+def test_the_longest_request_grows_with_the_ranks_that_share_it() -> None:
+    for ranks in (1, 2, 4):
+        layout = plan_layout({"a": spread_spec(TokenSpread(ranks))}, CacheConfig())
+        fitting = estimate_max_model_len(config_for(10**6), layout, 64 * layout.block_bytes)
+        assert fitting == 63 * 16 * ranks
+
+
+def test_runs_of_tokens_have_to_fill_a_block() -> None:
+    with pytest.raises(ValueError, match=r"cp_kv_cache_interleave_size=5 does not .* 1, 2, 4, 8 o"):
+        plan_layout({"a": spread_spec(TokenSpread(2, 5))}, CacheConfig())
+    with pytest.raises(ValueError, match=r"cp_kv_cache_interleave_size=64 does not .* 16 tokens"):
+        plan_layout({"a": spread_spec(TokenSpread(2, 64))}, CacheConfig())
+    layout = plan_layout({"a": spread_spec(TokenSpread(2, 64))}, CacheConfig(block_size=128))
+    assert layout.groups[0].kv_cache_spec.tokens_per_block == 256
+
+
+def test_rows_do_not_share_the_table_of_spread_tokens() -> None:
+    rows = HiddenStateCacheSpec(
+        block_size=16, num_kv_heads=2, head_size=64, dtype=BF16, shares_table=True
+    )
+    with pytest.raises(ValueError, match=r"disable_hybrid.*decode_context_parallel_size above 1"):
+        plan_layout({"a": spread_spec(TokenSpread(2)), "rows": rows}, CacheConfig())
 
 
 def test_hidden_rows_that_leave_at_once_are_charged_a_step() -> None:

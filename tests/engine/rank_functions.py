@@ -6,7 +6,15 @@ import os
 import time
 from typing import Any
 
-from vllm.distributed.parallel_state import get_pp_group, get_tp_group, get_world_group
+import torch
+
+from vllm.distributed.parallel_state import (
+    get_dcp_group,
+    get_pp_group,
+    get_tp_group,
+    get_world_group,
+)
+from vllm.model_executor.layers.attention import spread_attention
 
 
 def poison(worker: Any) -> None:
@@ -27,6 +35,20 @@ def groups(worker: Any) -> tuple[tuple[int, int], ...]:
     """Rank and size of the groups that layers and connectors ask for."""
     found = (get_tp_group(), get_pp_group(), get_world_group())
     return tuple((one.rank_in_group, one.world_size) for one in found)
+
+
+def context_group(worker: Any) -> tuple[int, int, float]:
+    """Rank and size of the group that shares tokens, and a sum over it."""
+    group = get_dcp_group()
+    total = float(group.all_reduce(torch.ones(1)))
+    return group.rank_in_group, group.world_size, total
+
+
+def set_part_bytes(worker: Any, num_bytes: int) -> int:
+    """Limit the parts of an attention that a rank computes at a time; returns the limit before."""
+    before = spread_attention.MOST_PART_BYTES
+    spread_attention.MOST_PART_BYTES = num_bytes
+    return before
 
 
 def parameter_bytes(worker: Any) -> int:

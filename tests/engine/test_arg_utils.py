@@ -171,7 +171,7 @@ def test_configs_in_three_forms(model: str, form: str) -> None:
     [
         (
             {"decode_context_parallel_size": 2},
-            "decode_context_parallel_size=2 is not supported yet; use 1",
+            "decode_context_parallel_size=2 does not divide tensor_parallel_size=1; use 1",
         ),
         ({"distributed_executor_backend": "ray"}, "backend='ray' .* use None or 'uni' or 'mp'"),
         ({"speculative_config": "{"}, "speculative_config='{' is not valid JSON"),

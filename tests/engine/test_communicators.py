@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,7 +18,13 @@ from vllm.distributed.communicators import (
     SharedMemory,
     SharedMemoryCommunicator,
 )
-from vllm.distributed.parallel_state import GroupCoordinator
+from vllm.distributed.parallel_state import (
+    GroupCoordinator,
+    get_dcp_group,
+    get_decode_context_model_parallel_rank,
+    get_decode_context_model_parallel_world_size,
+    use_groups,
+)
 from vllm.ops.ranks import ALL_THERE, LEFT, TIMED_OUT, meet_ranks
 
 Make = Callable[[int], Communicator]
@@ -31,17 +38,17 @@ def shared_memory(generation: int = 1, timeout_seconds: float = 20.0, **options:
     )
 
 
-def on_all(make: Make, run: Callable[[GroupCoordinator], Any]) -> list[Any]:
+def on_all(make: Make, run: Callable[[GroupCoordinator], Any], ranks: int = RANKS) -> list[Any]:
     """Call ``run`` on a thread a rank; returns the results or errors, in the order of ranks."""
-    results: list[Any] = [None] * RANKS
+    results: list[Any] = [None] * ranks
 
     def work(rank: int) -> None:
         try:
-            results[rank] = run(GroupCoordinator(rank, RANKS, make(rank)))
+            results[rank] = run(GroupCoordinator(rank, ranks, make(rank)))
         except Exception as error:
             results[rank] = error
 
-    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(RANKS)]
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(ranks)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -88,6 +95,40 @@ def test_other_collectives(make: Make) -> None:
         assert torch.equal(tall, torch.cat(whole, 1).t())
         assert ids.tolist() == [1, 2**40 + 1]
         assert value == {"rank": 2, "text": "x" * 5000}
+
+
+def test_each_rank_has_something_for_each(make: Make) -> None:
+    """Pieces of shared memory begin and end inside of what is for a rank."""
+    shapes = [(1, 1), (7, 300), (5, 0)]
+    given = [
+        [drawn(rank, (RANKS, *shape), torch.float32) for shape in shapes] for rank in range(RANKS)
+    ]
+    found = on_all(make, lambda group: [group.all_to_all(one) for one in given[group.rank]])
+    for i in range(len(shapes)):
+        whole = torch.stack([of_rank[i] for of_rank in given], 1)
+        assert all(torch.equal(result[i], own) for result, own in zip(found, whole, strict=True))
+
+
+def test_groups_that_spread_tokens_are_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(communicators, "PIECE_BYTES", 4096)
+    memory = SharedMemory(SharedMemory.make_file(4), 4)
+    own = [drawn(rank, (2, 999), torch.float32) for rank in range(4)]
+
+    def run(whole: GroupCoordinator) -> Any:
+        group = replace(whole, decode_context_parallel_size=2)
+        with use_groups(group):
+            part = get_dcp_group()
+            assert get_decode_context_model_parallel_rank() == part.rank_in_group
+            assert get_decode_context_model_parallel_world_size() == part.world_size
+        sums, swapped = part.all_reduce(own[whole.rank]), part.all_to_all(own[whole.rank])
+        return (part.rank_in_group, part.world_size), sums, swapped
+
+    found = on_all(lambda rank: SharedMemoryCommunicator(memory, rank, 1, 20.0), run, 4)
+    for rank, (place, sums, swapped) in enumerate(found):
+        first = rank // 2 * 2
+        assert place == (rank % 2, 2)
+        assert torch.equal(sums, own[first] + own[first + 1])
+        assert torch.equal(swapped, torch.stack([own[first][rank % 2], own[first + 1][rank % 2]]))
 
 
 def test_a_rank_that_leaves_ends_the_calls_of_the_others(make: Make) -> None:

@@ -73,11 +73,13 @@ NAMES = {
     "vllm.config.ec_transfer": "ECTransferConfig",
     "vllm.distributed": (
         "get_tp_group get_pp_group get_dp_group get_dcp_group get_pcp_group get_world_group "
-        "get_tensor_model_parallel_rank get_tensor_model_parallel_world_size"
+        "get_tensor_model_parallel_rank get_tensor_model_parallel_world_size "
+        "get_decode_context_model_parallel_rank get_decode_context_model_parallel_world_size"
     ),
     "vllm.distributed.parallel_state": (
         "get_tp_group get_pp_group get_dp_group get_dcp_group get_pcp_group get_world_group "
-        "get_tensor_model_parallel_rank get_tensor_model_parallel_world_size"
+        "get_tensor_model_parallel_rank get_tensor_model_parallel_world_size "
+        "get_decode_context_model_parallel_rank get_decode_context_model_parallel_world_size"
     ),
     "vllm.distributed.kv_events": (
         "EventBatch KVCacheEvent BlockStored BlockRemoved AllBlocksCleared KVEventBatch "

@@ -50,9 +50,9 @@ class Family:
 
     model_impl = "auto"
 
-    def __init__(self, name: str, folder: Path) -> None:
+    def __init__(self, name: str, folder: Path, **overrides: Any) -> None:
         self.name = name
-        self.checkpoint = make_checkpoint(folder / "checkpoint", name)
+        self.checkpoint = make_checkpoint(folder / "checkpoint", name, **overrides)
         self.folder = folder
         prompts = [p["prompt_token_ids"] for p in random_prompts(3, LENGTHS)]
         tail = random_prompts(4, [15])[0]["prompt_token_ids"]

@@ -1,7 +1,7 @@
 """Every family with a class of its own on two ranks, against one.
 
     python -m tests.models.ranks_of_families [FAMILY ...]     # all without; prints a table
-    python -m tests.models.ranks_of_families --way stages               # or experts
+    python -m tests.models.ranks_of_families --way stages               # or experts, context
 
 Rows at all boundaries, log-probabilities and tokens of two ranks have to be those of one, within
 1e-4 of a row's rms, and those of two pipeline stages the same bits; in chunks, with prefix hits
@@ -32,9 +32,14 @@ WAYS: Mapping[str, Mapping[str, Any]] = {
     "tensor": {"tensor_parallel_size": 2},
     "stages": {"pipeline_parallel_size": 2},
     "experts": {"tensor_parallel_size": 2, "enable_expert_parallel": True},
+    "context": {"tensor_parallel_size": 2, "decode_context_parallel_size": 2},
 }
 """Options of the engine that is compared with one process."""
-REFUSALS = ("tensor_parallel_size=2", "pipeline_parallel_size=2")
+REFUSALS = (
+    "tensor_parallel_size=2",
+    "pipeline_parallel_size=2",
+    "decode_context_parallel_size=2",
+)
 """Names in the error when the tiny checkpoint cannot be cut."""
 MOST_ERROR = 1e-4
 TOP = 4
@@ -85,7 +90,14 @@ def compare(family: Family, way: str) -> str:
 def checked(name: str, folder: Path, way: str = "tensor") -> str:
     """Compare a family in words. ValueError: it cannot be cut in two."""
     with redirect_stdout(StringIO()):
-        return compare(Family(name, folder), way)
+        return compare(Family(name, folder, **overrides(name, way)), way)
+
+
+def overrides(name: str, way: str) -> dict[str, Any]:
+    """Return entries of the config that the way needs: two ranks spread the tokens of one head."""
+    heads, config = "num_key_value_heads", FAMILIES[name].config
+    cannot = "kv_lora_rank" in config or name == "zamba2"  # its heads have to be as many
+    return {heads: 1} if way == "context" and heads in config and not cannot else {}
 
 
 def main() -> int:

@@ -13,7 +13,7 @@ from tests.models.ranks_of_families import REFUSALS, checked
 BY_DAY = "qwen3_5_moe"
 
 
-@pytest.mark.parametrize("way", ["tensor", at_night("stages"), at_night("experts")])
+@pytest.mark.parametrize("way", ["tensor", *map(at_night, ("stages", "experts", "context"))])
 @pytest.mark.parametrize("name", [BY_DAY, *map(at_night, sorted(FAMILIES.keys() - {BY_DAY}))])
 def test_two_ranks_have_the_values_of_one(name: str, way: str, tmp_path: Path) -> None:
     try:

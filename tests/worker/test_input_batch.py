@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from vllm.sampling_params import SamplingParams
-from vllm.v1.worker.input_batch import RequestState, make_batch
+from vllm.utils.token_spread import TokenSpread
+from vllm.v1.worker.input_batch import RequestState, make_batch, own_slots
 
 
 def test_first_blocks_follow_the_tables() -> None:
@@ -25,6 +27,24 @@ def test_first_blocks_follow_the_tables() -> None:
     for group_id in range(3):
         tables = batch.block_table(group_id)
         assert tables[:, 0].tolist() == batch.first_blocks([group_id])[0].tolist()
+
+
+@pytest.mark.parametrize("spread", [TokenSpread(2), TokenSpread(3, 4)])
+def test_every_token_has_a_slot_on_one_rank(spread: TokenSpread) -> None:
+    """Blocks have 16 tokens on each rank."""
+    tables = [[3, 1, 4, 5], [2, 7]]
+    states = [
+        RequestState(str(r), [1] * 100, SamplingParams(), None, [table])
+        for r, table in enumerate(tables)
+    ]
+    batch = make_batch(states, [0, 7], [16 * spread.ranks * 2 + 3, 20])
+    whole = batch.slots(batch.block_table(0), 16 * spread.ranks)
+    by_rank = np.stack([own_slots(whole, spread, rank) for rank in range(spread.ranks)])
+    assert ((by_rank >= 0).sum(axis=0) == 1).all()
+    for token, position in enumerate(batch.positions.tolist()):
+        rank, place = spread.rank_of(position), spread.place_of(position)
+        block = tables[batch.request_of_token[token]][place // 16]
+        assert by_rank[rank, token] == block * 16 + place % 16
 
 
 def test_tokens_that_a_request_does_not_have_are_not_read() -> None:

@@ -124,6 +124,12 @@ def _check_ranks(config: VllmConfig) -> None:
             f"enable_expert_parallel with data_parallel_size={parallel.data_parallel_size}: "
             "engines side by side share no experts; use tensor_parallel_size, or leave one out"
         )
+    if parallel.prefill_context_parallel_size > 1:
+        raise ValueError(
+            f"prefill_context_parallel_size={parallel.prefill_context_parallel_size} is not "
+            "supported: ranks do not share the tokens of a step; use 1, and tensor_parallel_size "
+            "for their work, or decode_context_parallel_size for their caches"
+        )
     size, device = parallel.world_size, config.device_config.device_type
     if parallel.data_parallel_size > 1 and device != "cpu":
         raise ValueError(

@@ -41,8 +41,9 @@ def value_identity(vllm_config: VllmConfig, kernels: str) -> dict[str, Any]:
     to this engine are left out. A class without a source file never has the same identity twice.
     """
     model = vllm_config.model_config
-    ranks = vllm_config.parallel_config.tensor_parallel_size
-    spreads = ranks > 1 and vllm_config.parallel_config.enable_expert_parallel
+    parallel = vllm_config.parallel_config
+    ranks, spread = parallel.tensor_parallel_size, parallel.token_spread
+    spreads = ranks > 1 and parallel.enable_expert_parallel
     identity = {
         "config": _digest({k: v for k, v in _config(model).items() if k not in _WHERE_READ}),
         "model_dtype": str(model.dtype),
@@ -61,6 +62,7 @@ def value_identity(vllm_config: VllmConfig, kernels: str) -> dict[str, Any]:
         "kernels": kernels,
         "tensor_parallel_size": ranks if ranks > 1 else None,
         "enable_expert_parallel": spreads or None,
+        "token_spread": None if spread.is_whole else [spread.ranks, spread.interleave],
         "values_version": VALUES_VERSION,
     }
     return {name: value for name, value in identity.items() if value not in (None, [], {})}

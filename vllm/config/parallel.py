@@ -7,9 +7,10 @@ from typing import Annotated
 from pydantic import Field
 
 from vllm.utils.checked import config
+from vllm.utils.math_utils import divisors
 from vllm.utils.options import DERIVED, Option
-
-ONE_ONLY = Option(supported=(1,))
+from vllm.utils.text import one_of
+from vllm.utils.token_spread import WHOLE, TokenSpread
 
 
 @config()
@@ -22,10 +23,14 @@ class ParallelConfig:
     """Number of stages, each with a part of the layers, in one or more processes (on CPUs)."""
     data_parallel_size: Annotated[int, Field(ge=1), Option(short_flag="-dp")] = 1
     """Number of engines that serve side by side, each a process (on CPUs)."""
-    decode_context_parallel_size: Annotated[int, Field(ge=1), ONE_ONLY] = 1
-    """Number of ranks over which the tokens of a sequence are spread while decoding."""
-    prefill_context_parallel_size: Annotated[int, Field(ge=1), ONE_ONLY] = 1
-    """Number of ranks over which the tokens of a sequence are spread while prefilling."""
+    decode_context_parallel_size: Annotated[int, Field(ge=1), Option(short_flag="-dcp")] = 1
+    """Number of the tensor_parallel_size ranks over which cached tokens are spread, instead of a
+    copy on each; it divides the number of ranks that have the same key/value head."""
+    prefill_context_parallel_size: Annotated[int, Field(ge=1), Option(short_flag="-pcp")] = 1
+    """Number of ranks over which the tokens of a prompt are spread. Only 1 is supported."""
+    cp_kv_cache_interleave_size: Annotated[int, Field(ge=1)] = 1
+    """Number of consecutive tokens on one rank of decode_context_parallel_size; it divides the
+    tokens that a rank has of a block (block_size)."""
     enable_expert_parallel: Annotated[bool, Option(short_flag="-ep")] = False
     """Give each rank of tensor_parallel_size whole experts instead of a slice of each."""
     distributed_executor_backend: Annotated[str | None, Option(supported=(None, "uni", "mp"))] = (
@@ -51,6 +56,18 @@ class ParallelConfig:
                 'for (tensor_parallel_size, pipeline_parallel_size); use "mp", or leave the '
                 "option out"
             )
+        ranks, size = self.tensor_parallel_size, self.decode_context_parallel_size
+        if ranks % size:
+            raise ValueError(
+                f"decode_context_parallel_size={size} does not divide tensor_parallel_size="
+                f"{ranks}; use {one_of(divisors(ranks))}"
+            )
+
+    @property
+    def token_spread(self) -> TokenSpread:
+        """The ranks of one stage that have the tokens of a sequence, if its layers spread them."""
+        size = self.decode_context_parallel_size
+        return TokenSpread(size, self.cp_kv_cache_interleave_size) if size > 1 else WHOLE
 
     @property
     def stage(self) -> int:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from vllm.distributed.parallel_state import (
     get_dcp_group,
+    get_decode_context_model_parallel_rank,
+    get_decode_context_model_parallel_world_size,
     get_dp_group,
     get_pcp_group,
     get_pp_group,
@@ -17,6 +19,8 @@ from vllm.distributed.parallel_state import (
 
 __all__ = [
     "get_dcp_group",
+    "get_decode_context_model_parallel_rank",
+    "get_decode_context_model_parallel_world_size",
     "get_dp_group",
     "get_pcp_group",
     "get_pp_group",

@@ -136,6 +136,20 @@ class SharedMemoryCommunicator:
         self._memory.flags[-1, 0] = self._last_turn
 
 
+class PartOfGroup:
+    """Some ranks of a group, one after another, while its other ranks make the same calls."""
+
+    def __init__(self, whole: Communicator, first: int, size: int) -> None:
+        self._whole, self._own = whole, slice(first, first + size)
+
+    def exchange(self, tensor: torch.Tensor) -> Iterator[Parts]:
+        for place, parts in self._whole.exchange(tensor):
+            yield Parts(place, parts[self._own])
+
+    def close(self) -> None:
+        self._whole.close()
+
+
 class SharedMemory:
     """Memory for the ranks of one machine: a file without a name, which ends with the last of
     them."""

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from vllm.distributed.communicators import Communicator
+from vllm.distributed.communicators import Communicator, PartOfGroup
 from vllm.distributed.pipeline_links import NO_LINKS, PipelineLinks
 
 T = TypeVar("T")
@@ -30,6 +30,8 @@ class GroupCoordinator:
     world_size: int
     communicator: Communicator | None = None
     """None: the group has one rank, or this process does not compute."""
+    decode_context_parallel_size: int = 1
+    """Number of ranks, one after another, over which cached tokens are spread."""
 
     @property
     def rank(self) -> int:
@@ -100,6 +102,25 @@ class GroupCoordinator:
             for rank, part in enumerate(parts):
                 flat[rank, place] = part
         return torch.cat(list(whole), dim)
+
+    def all_to_all(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return what each rank has for this one: [ranks, ...], by the rank that gives it.
+
+        tensor: [ranks, ...] of one shape on all ranks, by the rank that it is for.
+        """
+        if self.world_size == 1:
+            return tensor
+        tensor = tensor.contiguous()
+        result = torch.empty_like(tensor)
+        flat = result.view(self.world_size, -1)
+        start = self.rank_in_group * flat.shape[1]
+        for place, parts in self._open.exchange(tensor):
+            first, last = max(start, place.start), min(start + flat.shape[1], place.stop)
+            if first < last:
+                here = slice(first - place.start, last - place.start)
+                for own, part in zip(flat, parts, strict=True):
+                    own[first - start : last - start] = part[here]
+        return result
 
     def gather_rows(self, rows: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
         """Return the ranks' rows one after another. counts: how many each rank has."""
@@ -174,8 +195,22 @@ def get_dp_group() -> GroupCoordinator:
     return ALONE
 
 
-get_dcp_group = get_dp_group
-"""Return the group of the ranks that each hold a part of the tokens while decoding: one rank."""
+def get_dcp_group() -> GroupCoordinator:
+    """Return the group of the ranks that each hold a part of the cached tokens.
+
+    Its collective operations are calls of all ranks of :func:`get_tp_group`, one group beside the
+    other.
+    """
+    group = get_tp_group()
+    size, rank = group.decode_context_parallel_size, group.rank_in_group
+    if size == 1:
+        return ALONE
+    if size == group.world_size or group.communicator is None:
+        return group
+    part = PartOfGroup(group.communicator, rank // size * size, size)
+    return GroupCoordinator(rank % size, size, part)
+
+
 get_pcp_group = get_dp_group
 """Return the group of the ranks that each hold a part of the tokens of a prompt: one rank."""
 
@@ -186,6 +221,14 @@ def get_tensor_model_parallel_rank() -> int:
 
 def get_tensor_model_parallel_world_size() -> int:
     return get_tp_group().world_size
+
+
+def get_decode_context_model_parallel_rank() -> int:
+    return get_dcp_group().rank_in_group
+
+
+def get_decode_context_model_parallel_world_size() -> int:
+    return get_dcp_group().world_size
 
 
 def tensor_model_parallel_all_reduce(tensor: torch.Tensor) -> torch.Tensor:

@@ -148,7 +148,7 @@ def report_checkpoint(vllm_config: VllmConfig) -> CheckpointReport:
         weight_bytes=sum(parameter.nbytes for parameter in outline.model.parameters()),
         block_bytes=layout.block_bytes,
         groups=_groups(vllm_config, layout),
-        token_bytes=sum(layout.block_bytes // spec.block_size for spec in growing),
+        token_bytes=sum(layout.block_bytes // spec.tokens_per_block for spec in growing),
         request_bytes=num_blocks * layout.block_bytes,
         machine_bytes=platform.total_memory_bytes(),
         layer_presets=preset_layer_ids(model_config.get_total_num_hidden_layers()),
@@ -180,7 +180,7 @@ def _groups(vllm_config: VllmConfig, layout: PoolLayout) -> list[GroupReport]:
     merged: dict[tuple[str, int | None, int], GroupReport] = {}
     for group in layout.groups:
         spec = group.kv_cache_spec
-        tokens = None if spec.is_recurrent else spec.block_size
+        tokens = None if spec.is_recurrent else spec.tokens_per_block
         blocks = spec.max_blocks_per_request(vllm_config)
         key = (spec.kind, tokens, 0 if spec.is_recurrent else len(merged))
         known = merged.get(key, GroupReport(spec.kind, 0, tokens, 0))

@@ -9,13 +9,18 @@ row do not depend on where a chunk starts or ends.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 
 from vllm.ops.layout import SequenceLayout
 from vllm.ops.operation import KERNEL_DTYPES, Written, operation
+from vllm.utils.token_spread import WHOLE, TokenSpread
+
+_LOG2_E = math.log2(math.e)
 
 QUERY_TILE = 16
 KEY_TILE = 128
@@ -58,8 +63,16 @@ class _Request:
     seq_len: int
     block_row: torch.Tensor
     """int32 [max_blocks]"""
-    window: int | None
-    chunk_size: int | None
+    window: int | None = None
+    chunk_size: int | None = None
+    spread: TokenSpread = WHOLE
+    rank: int = 0
+    """The rank of ``spread`` whose tokens are in the pool. Keys are numbered by their places."""
+
+    @property
+    def num_keys(self) -> int:
+        """Number of keys in the pool."""
+        return self.spread.count(self.seq_len, self.rank)
 
     def first_key(self, position: int) -> int:
         """First key that a query at ``position`` may read; later queries never begin earlier."""
@@ -98,15 +111,10 @@ def paged_attention(
     Gimelshein 2018 (online softmax).
     """
     values = _Values(value_offset, out.shape[2])
-    starts = layout.query_start.tolist()
-    for r, seq_len in enumerate(layout.seq_lens.tolist()):
-        begin, end = starts[r], starts[r + 1]
-        if begin == end:
-            continue
-        own = (block_table[r], sliding_window, chunk_size)
-        request = _Request(seq_len - (end - begin), seq_len, *own)
-        part = query[begin:end]
-        out[begin:end] = _attend(part, kv_cache, request, scale, values, soft_cap, sinks)
+    for rows, request in _requests(layout, block_table):
+        request = replace(request, window=sliding_window, chunk_size=chunk_size)
+        states = _attend(query[rows], kv_cache, request, scale, values, soft_cap, sinks)
+        out[rows] = states.values / states.total
 
 
 @paged_attention.contract
@@ -131,6 +139,77 @@ def _(
     assert sinks is None or sinks.dtype in KERNEL_DTYPES
 
 
+@operation
+def paged_attention_part(
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    layout: SequenceLayout,
+    scale: float,
+    value_offset: int,
+    soft_cap: float | None,
+    ranks: int,
+    rank: int,
+    interleave: int,
+    out: Written,
+) -> None:
+    """The part of :func:`paged_attention` of one rank, over its tokens of each sequence.
+
+    The tokens are spread as ``TokenSpread(ranks, interleave)`` has it; kv_cache has those of
+    ``rank`` one after another. out: float32 [tokens, heads, value_size + 2], dense: the sum of the
+    values, each weighted by ``2 ** (s - m)`` for its score s in units of log 2; the largest score
+    m, which is minus infinity where a query sees no key of this rank; the sum of the weights.
+    """
+    values = _Values(value_offset, out.shape[2] - 2)
+    for rows, request in _requests(layout, block_table):
+        request = replace(request, spread=TokenSpread(ranks, interleave), rank=rank)
+        states = _attend(query[rows], kv_cache, request, scale, values, soft_cap, None)
+        out[rows] = torch.cat((states.values, states.top * _LOG2_E, states.total), dim=-1)
+
+
+@paged_attention_part.contract
+def _(
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    scale: float,
+    value_offset: int,
+    ranks: int,
+    rank: int,
+    interleave: int,
+    out: torch.Tensor,
+) -> None:
+    assert query.dtype is kv_cache.dtype and scale > 0
+    assert out.dtype is torch.float32 and out.is_contiguous()
+    assert query.shape[:2] == out.shape[:2] and query.shape[1] % kv_cache.shape[3] == 0
+    assert query.stride(2) == kv_cache.stride(4) == 1 and query.shape[2] <= kv_cache.shape[4]
+    assert 0 <= value_offset <= kv_cache.shape[4] - (out.shape[2] - 2)
+    assert block_table.dtype is torch.int32 and block_table.stride(1) == 1
+    assert 0 <= rank < ranks and interleave > 0
+
+
+def _requests(
+    layout: SequenceLayout, block_table: torch.Tensor
+) -> Iterator[tuple[slice, _Request]]:
+    """Yield the rows of each request that has some."""
+    starts = layout.query_start.tolist()
+    for r, seq_len in enumerate(layout.seq_lens.tolist()):
+        begin, end = starts[r], starts[r + 1]
+        if begin < end:
+            yield slice(begin, end), _Request(seq_len - (end - begin), seq_len, block_table[r])
+
+
+class _States(NamedTuple):
+    """The softmax of some rows: [tokens, heads, value_size], and twice [tokens, heads, 1]."""
+
+    values: torch.Tensor
+    """Sum of the weighted values."""
+    top: torch.Tensor
+    """The largest score."""
+    total: torch.Tensor
+    """Sum of the weights."""
+
+
 class _Values(NamedTuple):
     """The place of the value in a token's content."""
 
@@ -146,8 +225,8 @@ def _attend(
     values: _Values,
     soft_cap: float | None,
     sinks: torch.Tensor | None,
-) -> torch.Tensor:
-    """Attend for one request: [tokens, heads, key_size] -> [tokens, heads, value_size]."""
+) -> _States:
+    """Attend for one request with queries [tokens, heads, key_size]."""
     num_kv_heads = kv_cache.shape[3]
     tiles = _query_tiles(query, num_kv_heads, request.first_query, scale)
     first_tile = request.first_query // QUERY_TILE
@@ -160,24 +239,28 @@ def _attend(
     if sinks is not None:  # they come before all keys
         top.view(num_tiles, num_kv_heads, -1, QUERY_TILE)[:] = sinks.view(num_kv_heads, -1, 1)
         total.fill_(1.0)
-    for key_tile in range(first_visit, (request.seq_len - 1) // KEY_TILE + 1):
+    for key_tile in range(first_visit, (request.num_keys - 1) // KEY_TILE + 1):
+        first_position = request.spread.position_of(key_tile * KEY_TILE, request.rank)
         keys, tile_values = _key_tile(kv_cache, request, key_tile, query.shape[2], values)
         for i in range(num_tiles):
             tile_start = (first_tile + i) * QUERY_TILE
             first_visited = request.first_key(tile_start) // KEY_TILE
-            if not first_visited <= key_tile <= tile_start // KEY_TILE:
+            if key_tile < first_visited or first_position >= tile_start + QUERY_TILE:
                 continue
             scores = torch.bmm(tiles[i], keys)  # [kv_heads, group * QUERY_TILE, KEY_TILE]
             if soft_cap is not None:
                 scores = soft_cap * torch.tanh(scores / soft_cap)
             _mask(scores, tile_start, key_tile * KEY_TILE, request)
             _accumulate(scores, tile_values, top[i], total[i], acc[i])
-    acc /= total
-    # [tiles, kv_heads, group, QUERY_TILE, value_size] -> [tokens, heads, value_size]
-    rows = acc.view(num_tiles, num_kv_heads, -1, QUERY_TILE, values.size).permute(0, 3, 1, 2, 4)
     skipped = request.first_query - first_tile * QUERY_TILE
-    flat = rows.reshape(-1, query.shape[1], values.size)
-    return flat[skipped : skipped + query.shape[0]]
+
+    def by_token(state: torch.Tensor) -> torch.Tensor:
+        # [tiles, kv_heads, group, QUERY_TILE, n] -> [tokens, heads, n]
+        split = state.view(num_tiles, num_kv_heads, -1, QUERY_TILE, state.shape[-1])
+        flat = split.permute(0, 3, 1, 2, 4).reshape(-1, query.shape[1], state.shape[-1])
+        return flat[skipped : skipped + query.shape[0]]
+
+    return _States(by_token(acc), by_token(top), by_token(total))
 
 
 def _query_tiles(
@@ -204,7 +287,7 @@ def _key_tile(
     _, pages_per_block, page_tokens, num_kv_heads, content = kv_cache.shape
     start = key_tile * KEY_TILE
     low = max(start, request.first_key(request.first_query))
-    high = min(start + KEY_TILE, request.seq_len)
+    high = min(start + KEY_TILE, request.num_keys)
     tile = kv_cache.new_zeros(num_kv_heads, KEY_TILE, content, dtype=torch.float32)
     if low < high:
         position = torch.arange(low, high, device=kv_cache.device)
@@ -218,11 +301,13 @@ def _key_tile(
 
 def _mask(scores: torch.Tensor, query_start: int, key_start: int, request: _Request) -> None:
     """Set the scores of keys that a query may not see to minus infinity, in place."""
-    query_end, key_end = query_start + QUERY_TILE, key_start + KEY_TILE
-    if key_end - 1 <= query_start and key_start >= request.first_key(query_end - 1):
+    query_end = query_start + QUERY_TILE
+    places = torch.arange(key_start, key_start + KEY_TILE)
+    key = request.spread.position_of(places, request.rank)
+    if key[-1] <= query_start and key[0] >= request.first_key(query_end - 1):
         return
     position = torch.arange(query_start, query_end, device=scores.device)[:, None]
-    key = torch.arange(key_start, key_end, device=scores.device)
+    key = key.to(scores.device)
     hidden = key > position
     if request.chunk_size is not None:
         hidden |= key < position // request.chunk_size * request.chunk_size

@@ -60,6 +60,12 @@ def unknown_key_message(owner: str, key: str, known: Iterable[str]) -> str:
     return f"{owner}: unknown key {key!r}{hint}"
 
 
+def one_of(values: Iterable[object]) -> str:
+    """Return values that are a choice, for a message: ``1, 2 or 4``."""
+    *others, last = map(str, values)
+    return f"{', '.join(others)} or {last}" if others else last
+
+
 def safe_name(request_id: str) -> str:
     """A file name for any request id: different ids have different names.
 

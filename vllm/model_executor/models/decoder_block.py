@@ -160,6 +160,7 @@ class SelfAttention(Layer):
             head_size,
             head_size**-0.5 if options.scale is None else options.scale,
             num_kv_heads=self.qkv_proj.num_kv_heads,
+            total_num_kv_heads=self.qkv_proj.total_num_kv_heads,
             cache_config=vllm_config.cache_config,
             logits_soft_cap=options.soft_cap,
             per_layer_sliding_window=options.sliding_window,

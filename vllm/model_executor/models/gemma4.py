@@ -78,6 +78,7 @@ class Gemma4Attention(Layer):
             head_size,
             1.0,
             num_kv_heads=self.num_kv_heads,
+            total_num_kv_heads=own.num_key_value_heads,
             cache_config=vllm_config.cache_config,
             per_layer_sliding_window=window,
             prefix=f"{prefix}.attn",

@@ -116,6 +116,7 @@ class LatentSelfAttention(Layer):
             scale,
             cache_config=vllm_config.cache_config,
             prefix=f"{prefix}.attn",
+            selects_tokens=options.selection is not None,
         )
 
     def forward(self, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:

@@ -61,6 +61,7 @@ class SharedAttention(Layer):
             head_size,
             (head_size / 2) ** -0.5,
             num_kv_heads=self.qkv_proj.num_kv_heads,
+            total_num_kv_heads=self.qkv_proj.total_num_kv_heads,
             cache_config=vllm_config.cache_config,
             prefix=prefix,
         )

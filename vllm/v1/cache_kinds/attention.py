@@ -17,6 +17,9 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from vllm.utils import cdiv
+from vllm.utils.math_utils import divisors
+from vllm.utils.text import one_of
+from vllm.utils.token_spread import WHOLE, TokenSpread
 from vllm.v1.cache_kinds.base import (
     PAGE_TOKENS,
     GroupPlan,
@@ -26,6 +29,7 @@ from vllm.v1.cache_kinds.base import (
     KVCacheTensor,
     LayerSet,
     RetentionLimits,
+    tokens_of_a_rank,
 )
 from vllm.v1.core.single_type_kv_cache_manager import (
     ChunkedLocalAttentionManager,
@@ -133,8 +137,8 @@ class AttentionSpec(KVCacheSpec, ABC):
 
     def describe(self, num_layers: int, used_bytes: int) -> str:
         return (
-            f"{self.kind}: {num_layers} layers, {self.block_size} tokens per block, "
-            f"{used_bytes // self.block_size:,} bytes per token"
+            f"{self.kind}: {num_layers} layers, {self.tokens_per_block} tokens per block, "
+            f"{used_bytes // self.tokens_per_block:,} bytes per token"
         )
 
 
@@ -144,9 +148,15 @@ class FullAttentionSpec(AttentionSpec):
 
     leads: ClassVar[int] = 2
 
+    spread: TokenSpread = WHOLE
+
+    def max_memory_usage_bytes(self, vllm_config: VllmConfig) -> int:
+        tokens = tokens_of_a_rank(vllm_config)
+        return cdiv(tokens, self.block_size) * self.page_size_bytes
+
     @property
     def group_key(self) -> Hashable:
-        return FullAttentionSpec, self.heads_first
+        return FullAttentionSpec, self.heads_first, self.spread
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,6 +245,7 @@ class AttentionLayers(LayerSet):
         self.names = list(layers)
         self._first = next(iter(layers.values()))
         self.leads = self._first.leads
+        self.spreads_tokens = not self._first.spread.is_whole
         self.page_bytes = PAGE_TOKENS * sum(spec.token_bytes for spec in layers.values())
         self._pages_in_reach = self._first.pages_in_reach
         self.fixed_bytes = self._pages_in_reach * self.page_bytes
@@ -248,6 +259,12 @@ class AttentionLayers(LayerSet):
         # One spec represents the group; layers with other heads keep their own in the tensors.
         heads_first = self._first.heads_first
         spec = self._first.copy_with_new_block_size(pages * PAGE_TOKENS)
+        if spec.block_size % spec.spread.interleave:
+            raise ValueError(
+                f"cp_kv_cache_interleave_size={spec.spread.interleave} does not divide the "
+                f"{spec.block_size} tokens that a rank has of a block; use "
+                f"{one_of(divisors(spec.block_size))}, or a block_size that is a multiple of it"
+            )
         alike: dict[tuple[int, int], list[str]] = {}  # by (heads of a token, bytes of a token)
         for name, own in self.layers.items():
             heads = own.num_kv_heads if heads_first else 1

@@ -24,6 +24,7 @@ import torch
 
 from vllm.platforms.interface import PAGE_TOKENS as PAGE_TOKENS
 from vllm.utils import cdiv
+from vllm.utils.token_spread import WHOLE, TokenSpread
 from vllm.v1.attention.backend import AttentionMetadata, CacheOnlyAttentionMetadata
 from vllm.v1.core.single_type_kv_cache_manager import TokenBlockManager
 
@@ -45,6 +46,11 @@ def context_parallel_size(vllm_config: VllmConfig) -> int:
     return parallel.decode_context_parallel_size * parallel.prefill_context_parallel_size
 
 
+def tokens_of_a_rank(vllm_config: VllmConfig) -> int:
+    """Tokens of the longest possible request that one of these ranks has."""
+    return cdiv(vllm_config.model_config.max_model_len, context_parallel_size(vllm_config))
+
+
 class RetentionLimits(NamedTuple):
     """Limits on the blocks that stay findable without being held."""
 
@@ -64,7 +70,7 @@ class StepInputs(Protocol):
         ...
 
     def slots(self, group_id: int) -> torch.Tensor:
-        """int64 [tokens]: ``block * block_size + offset`` of every token; -1: nowhere."""
+        """int64 [tokens]: ``block * block_size + offset`` of every token; -1: not on this rank."""
         ...
 
     def state_plan(self, group_id: int) -> StatePlan:
@@ -100,6 +106,17 @@ class KVCacheSpec:
         raise NotImplementedError
 
     @property
+    def spread(self) -> TokenSpread:
+        """The ranks over which the tokens of a block are spread. ``block_size`` is the number that
+        each of them has."""
+        return WHOLE
+
+    @property
+    def tokens_per_block(self) -> int:
+        """Tokens for which the scheduler counts one block."""
+        return self.block_size * self.spread.ranks
+
+    @property
     def real_page_size_bytes(self) -> int:
         """Bytes of data in one page of one layer."""
         return self.block_size * self.token_bytes
@@ -118,12 +135,11 @@ class KVCacheSpec:
 
     def num_blocks(self, num_tokens: int) -> int:
         """Blocks that a request of ``num_tokens`` tokens holds if all of them are needed."""
-        return cdiv(num_tokens, self.block_size)
+        return cdiv(num_tokens, self.tokens_per_block)
 
     def max_blocks_per_request(self, vllm_config: VllmConfig) -> int:
         """Blocks that the longest possible request holds at once."""
-        tokens = cdiv(vllm_config.model_config.max_model_len, context_parallel_size(vllm_config))
-        return self.num_blocks(tokens)
+        return self.num_blocks(vllm_config.model_config.max_model_len)
 
     def max_memory_usage_bytes(self, vllm_config: VllmConfig) -> int:
         """Bytes that one layer of the longest possible request holds at once."""
@@ -167,7 +183,7 @@ class KVCacheSpec:
         self, pool: BlockPool, group_id: int, limits: RetentionLimits
     ) -> TokenBlockManager:
         """Make the manager of the group's block tables; recurrent groups share another one."""
-        return TokenBlockManager(pool, group_id, self.block_size)
+        return TokenBlockManager(pool, group_id, self.tokens_per_block)
 
     def make_metadata(self, inputs: StepInputs, group_id: int) -> Any:
         """Make the metadata that the group's layers read in a forward pass."""
@@ -196,6 +212,8 @@ class LayerSet(ABC):
     """Bytes kept of one token without pages, which should fill a block well. 0: none."""
     fixed_bytes: int = 0
     """Bytes that a long request of any length keeps: states, tokens of a window. 0: none."""
+    spreads_tokens: bool = False
+    """True if a block holds tokens that lie on several ranks."""
     names: list[str]
 
     def fixed_blocks(self, block_bytes: int) -> float:

@@ -28,6 +28,7 @@ from vllm.v1.cache_kinds.base import (
     LayerCache,
     LayerSet,
     RetentionLimits,
+    tokens_of_a_rank,
     view_in_blocks,
 )
 from vllm.v1.core.single_type_kv_cache_manager import HiddenStateManager, TokenBlockManager
@@ -74,6 +75,14 @@ class HiddenStateCacheSpec(KVCacheSpec):
         if self.max_resident_tokens is None:
             return whole
         return min(whole, cdiv(self.max_resident_tokens, self.block_size) + 1)
+
+    def max_memory_usage_bytes(self, vllm_config: VllmConfig) -> int:
+        """The bytes that connectors know by this name: rows spread like the tokens of a request.
+
+        The pool is planned for :meth:`max_blocks_per_request`: one rank has all rows.
+        """
+        blocks = cdiv(tokens_of_a_rank(vllm_config), self.block_size)
+        return min(blocks, self.max_blocks_per_request(vllm_config)) * self.page_size_bytes
 
     @property
     def group_key(self) -> Hashable:
@@ -202,5 +211,11 @@ def share_tables(sets: list[LayerSet]) -> list[LayerSet]:
             "disable_hybrid_kv_cache_manager=True: hidden states can share the block table of "
             f"attention layers that all keep the same tokens, but this model's layers ({kinds}) do "
             "not; leave the option out, and use connectors that subclass SupportsHMA"
+        )
+    if others[0].spreads_tokens:
+        raise ValueError(
+            "disable_hybrid_kv_cache_manager=True with decode_context_parallel_size above 1: "
+            "hidden states are on one rank and do not share the block table of tokens that are "
+            "spread over several; leave one of the options out"
         )
     return [OneTable(others[0], sharing[0])]

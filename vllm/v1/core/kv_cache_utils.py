@@ -306,7 +306,7 @@ def describe(config: KVCacheConfig) -> list[str]:
         together = recurrent if group_id in recurrent else [group_id]
         names = [name for g in together for name in config.kv_cache_groups[g].layer_names]
         used = sum(length for name in names for _, length in config.page_runs(name))
-        room = (config.num_blocks - 1) * spec.block_size
+        room = (config.num_blocks - 1) * spec.tokens_per_block
         holds = f", at most {room:,} tokens"
         whole = "a block"
         if spec.is_recurrent:

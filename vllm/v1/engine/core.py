@@ -418,6 +418,6 @@ def snapshot_interval(vllm_config: VllmConfig, plan: KVCacheConfig) -> int:
     num_recurrent, spec = len(plan.recurrent_group_ids), plan.leading_spec
     if not num_recurrent or spec is None:
         return SNAPSHOT_GRAIN_TOKENS
-    tokens = spec.block_size * num_recurrent
+    tokens = spec.tokens_per_block * num_recurrent
     eighth = tokens // 8 // SNAPSHOT_GRAIN_TOKENS * SNAPSHOT_GRAIN_TOKENS
     return min(max(eighth, SNAPSHOT_GRAIN_TOKENS), MAX_SNAPSHOT_INTERVAL_TOKENS)

@@ -88,4 +88,5 @@ class Connections:
             next((one for (_, to), one in tokens.items() if to == rank), None),
             tuple(one for (sender, _), one in tokens.items() if sender == rank),
         )
-        return GroupCoordinator(rank % size, size, group), links
+        context = parallel.decode_context_parallel_size
+        return GroupCoordinator(rank % size, size, group, context), links

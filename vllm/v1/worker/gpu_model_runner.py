@@ -158,6 +158,7 @@ class GPUModelRunner:
             self.vllm_config.model_config.logprobs_mode,
             self.vllm_config.parallel_config,
         )
+        self._check_spread()
         self.sampler = StepSampler(
             self.model.compute_logits,
             self.device,
@@ -179,6 +180,20 @@ class GPUModelRunner:
             name: layer.get_kv_cache_spec(self.vllm_config)
             for name, layer in self._cache_layers.items()
         }
+
+    def _check_spread(self) -> None:
+        """Raise ValueError if tokens are to be spread over ranks and no layer can do that."""
+        size, specs = (
+            self.vllm_config.parallel_config.decode_context_parallel_size,
+            self.get_kv_cache_spec().values(),
+        )
+        if size > 1 and all(spec.spread.is_whole for spec in specs):
+            kinds = ", ".join(dict.fromkeys(spec.kind for spec in specs if not spec.holds_rows))
+            raise ValueError(
+                f"decode_context_parallel_size={size}: only attention layers that read all earlier "
+                "tokens, and do not select some, spread them over ranks; none of this model's "
+                f"layers ({kinds}) does; use 1"
+            )
 
     @property
     def _cache_layers(self) -> dict[str, AttentionLayerBase]:

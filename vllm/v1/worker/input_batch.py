@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import torch
 
+from vllm.distributed.parallel_state import get_dcp_group
 from vllm.ops.layout import HostStates, SequenceLayout, StatePlan
 from vllm.sampling_params import SamplingParams
+from vllm.utils.token_spread import TokenSpread
 from vllm.utils.transfers import to_device
 from vllm.v1.cache_kinds.base import KVCacheConfig, StepInputs
 from vllm.v1.core.sched.output import StateSnapshot
@@ -206,6 +208,14 @@ def make_batch(
     )
 
 
+def own_slots(slots: Ints, spread: TokenSpread, rank: int) -> Ints:
+    """Return the slots of a rank's tokens, and -1 for those of other ranks.
+
+    slots: in blocks of the tokens of all ranks. A block has whole turns of the ranks.
+    """
+    return np.where(spread.rank_of(slots) == rank, spread.place_of(slots), -1)
+
+
 class EagerInputs:
     """The :class:`vllm.v1.cache_kinds.base.StepInputs` of one batch, made when asked for.
 
@@ -232,8 +242,10 @@ class EagerInputs:
         return _int32(self._table(group_id), self._device)
 
     def slots(self, group_id: int) -> torch.Tensor:
-        block_size = self._config.kv_cache_groups[group_id].kv_cache_spec.block_size
-        slots = self._batch.slots(self._table(group_id), block_size)
+        spec = self._config.kv_cache_groups[group_id].kv_cache_spec
+        slots = self._batch.slots(self._table(group_id), spec.tokens_per_block)
+        if not spec.spread.is_whole:
+            slots = own_slots(slots, spec.spread, get_dcp_group().rank_in_group)
         return to_device(slots, self._device)
 
     def state_plan(self, group_id: int) -> StatePlan:

@@ -10,6 +10,7 @@ from torch import nn
 
 from vllm.config import get_current_vllm_config
 from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.attention.spread_attention import attend_spread, check_spread
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase, register_layer
 from vllm.model_executor.layers.layer import Layer
 from vllm.model_executor.layers.linear import refuse_quantization
@@ -17,6 +18,7 @@ from vllm.ops.attention import write_kv
 from vllm.ops.backends import check_attention_backend, get_paged_attention
 from vllm.ops.operation import KERNEL_DTYPES
 from vllm.platforms.interface import asked_attention_backend
+from vllm.utils.token_spread import WHOLE
 from vllm.v1.kv_cache_interface import (
     PAGE_TOKENS,
     AttentionSpec,
@@ -41,6 +43,7 @@ class Attention(Layer, AttentionLayerBase):
     head_size_v: head size of values; None: that of keys. attention_chunk_size: queries read keys
     from the last multiple of this number on (Llama 4). kv_sharing_target_layer_name: prefix of an
     earlier layer whose keys and values this one reads; it gets and stores none of its own.
+    total_num_kv_heads: the number on all ranks; None: the config's.
     ``kv_cache`` is the strided view [blocks, pages, 16, kv_heads, head_size + head_size_v].
     """
 
@@ -63,6 +66,7 @@ class Attention(Layer, AttentionLayerBase):
         head_size_v: int | None = None,
         attention_chunk_size: int | None = None,
         kv_sharing_target_layer_name: str | None = None,
+        total_num_kv_heads: int | None = None,
     ) -> None:
         super().__init__()
         refuse_quantization(quant_config, prefix)
@@ -109,6 +113,14 @@ class Attention(Layer, AttentionLayerBase):
                 f"{prefix!r}: attention_chunk_size={attention_chunk_size} has to be above 0, and "
                 f"per_layer_sliding_window={per_layer_sliding_window} has to be None with it"
             )
+        self.spread = WHOLE
+        parallel = vllm_config.parallel_config
+        if self.sliding_window is None and attention_chunk_size is None:
+            self.spread = parallel.token_spread
+        if not self.spread.is_whole:
+            total = total_num_kv_heads or model_config.get_total_num_kv_heads()
+            copies = max(1, parallel.tensor_parallel_size // total)
+            check_spread(vllm_config, copies, prefix)
         # A tuple, so that the other layer does not become a submodule.
         self._target: tuple[Attention, ...] = ()
         if kv_sharing_target_layer_name is None:
@@ -160,7 +172,7 @@ class Attention(Layer, AttentionLayerBase):
             return SlidingWindowSpec(**spec, sliding_window=self.sliding_window)
         if self.chunk_size is not None and not keeps_all:
             return ChunkedLocalAttentionSpec(**spec, attention_chunk_size=self.chunk_size)
-        return FullAttentionSpec(**spec)
+        return FullAttentionSpec(**spec, spread=self.spread)
 
     def forward(
         self,
@@ -179,6 +191,19 @@ class Attention(Layer, AttentionLayerBase):
             values = value if value.dim() == 3 else value.view(len(value), -1, self.head_size_v)
             write_kv(self._by_head(key), values, metadata.slot_mapping, self.kv_cache)
         output = query.new_empty((query.shape[0], self.num_heads, self.head_size_v))
+        if not self.spread.is_whole:
+            attend_spread(
+                self._by_head(query),
+                owner.kv_cache,
+                metadata,
+                self.spread,
+                self.scale,
+                self.head_size,
+                self.logits_soft_cap,
+                self.sinks,
+                output,
+            )
+            return output.flatten(1)
         get_paged_attention(query.device.type, self.attention_backend)(
             self._by_head(query),
             owner.kv_cache,

@@ -12,6 +12,7 @@ from vllm.distributed.parallel_state import (
     get_tensor_model_parallel_world_size,
 )
 from vllm.forward_context import current_adapters, get_forward_context
+from vllm.model_executor.layers.attention.spread_attention import attend_spread
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase, register_layer
 from vllm.model_executor.layers.layer import Layer
 from vllm.model_executor.layers.linear import divide
@@ -22,6 +23,7 @@ from vllm.ops.attention import write_kv
 from vllm.ops.backends import check_attention_backend, get_paged_attention
 from vllm.ops.linear import linear_by_head, make_panels, prefers_panels, weight_of_panels
 from vllm.platforms.interface import asked_attention_backend
+from vllm.utils.token_spread import WHOLE
 from vllm.v1.kv_cache_interface import PAGE_TOKENS, MLAAttentionSpec
 
 if TYPE_CHECKING:
@@ -136,7 +138,8 @@ class MLAAttention(Layer, AttentionLayerBase):
     ones, so the bits do not depend on where a step begins.
 
     scale: multiplies scores. kv_b_proj: K and V of this rank's heads. cache_config: as for
-    :class:`Attention`. ``kv_cache`` is the strided view [blocks, pages, 16, 1, rank + rotated].
+    :class:`Attention`. selects_tokens: :meth:`forward` may get a selection. ``kv_cache`` is the
+    strided view [blocks, pages, 16, 1, rank + rotated].
     """
 
     kv_cache: torch.Tensor
@@ -148,6 +151,8 @@ class MLAAttention(Layer, AttentionLayerBase):
         scale: float,
         cache_config: CacheConfig | None = None,
         prefix: str = "",
+        *,
+        selects_tokens: bool = False,
     ) -> None:
         super().__init__()
         self.kv_b_proj = kv_b_proj
@@ -155,6 +160,7 @@ class MLAAttention(Layer, AttentionLayerBase):
         self.scale = scale
         self.layer_name = prefix
         vllm_config = register_layer(self)
+        self.spread = WHOLE if selects_tokens else vllm_config.parallel_config.token_spread
         self.attention_backend = vllm_config.attention_backend
         check_attention_backend(
             asked_attention_backend(vllm_config.attention_config.backend),
@@ -176,6 +182,7 @@ class MLAAttention(Layer, AttentionLayerBase):
             num_kv_heads=1,
             head_size=self.latent_size,
             dtype=vllm_config.model_config.dtype,
+            spread=self.spread,
         )
 
     def forward(
@@ -196,7 +203,10 @@ class MLAAttention(Layer, AttentionLayerBase):
             heads = slice(first, first + heads_at_once)
             in_space, mixed = self._absorb(heads, query[:, heads])
             table = metadata.block_table
-            if selection is None:
+            if not self.spread.is_whole:
+                where = (self.kv_cache, metadata, self.spread)
+                attend_spread(in_space, *where, self.scale, 0, None, None, mixed)
+            elif selection is None:
                 self._attend(in_space, self.kv_cache, table, metadata.layout, mixed)
             else:
                 selection.attend(self._attend, in_space, self.kv_cache, table, mixed)
