@@ -10,6 +10,7 @@ from vllm.utils.checked import config
 from vllm.utils.options import DERIVED, Option
 
 ONE_ONLY = Option(supported=(1,))
+BACKENDS = (None, "uni", "mp", "external_launcher")
 
 
 @config()
@@ -28,11 +29,10 @@ class ParallelConfig:
     """Number of ranks over which the tokens of a sequence are spread while prefilling."""
     enable_expert_parallel: Annotated[bool, Option(short_flag="-ep")] = False
     """Give each rank of tensor_parallel_size whole experts instead of a slice of each."""
-    distributed_executor_backend: Annotated[str | None, Option(supported=(None, "uni", "mp"))] = (
-        None
-    )
-    """Way of starting the workers: "uni", one in the engine's process, or "mp", the first there and
-    each of the others in its own. Default: "uni" for one rank, else "mp"."""
+    distributed_executor_backend: Annotated[str | None, Option(supported=BACKENDS)] = None
+    """Way of starting the workers: "uni", one in the engine's process; "mp", the first there and
+    each of the others in its own; "external_launcher", one in each process that torchrun started,
+    all of which make the same calls of `LLM`. Default: "uni" for one rank, else "mp"."""
     distributed_timeout_seconds: Annotated[float, Field(gt=0)] = 600.0
     """Longest time for which ranks wait for each other; after it the engine is dead."""
     disable_custom_all_reduce: bool = False
@@ -43,6 +43,10 @@ class ParallelConfig:
     """This engine's number among the ``data_parallel_size``."""
     rank: Annotated[int, Field(ge=0), DERIVED] = 0
     """This process's number among the ``world_size`` ranks of the engine."""
+    machine_rank: Annotated[int | None, DERIVED] = None
+    """This process's number among those of all engines on this machine; None: all are on it."""
+    ranks_on_machine: Annotated[int | None, DERIVED] = None
+    """Number of these processes."""
 
     def __post_init__(self) -> None:
         if self.distributed_executor_backend == "uni" and self.world_size > 1:
@@ -66,6 +70,19 @@ class ParallelConfig:
     @property
     def is_driver(self) -> bool:
         return self.rank == self.driver_rank
+
+    @property
+    def place_on_machine(self) -> tuple[int, int]:
+        """This process's number among those of all engines on this machine, and their number."""
+        if self.machine_rank is not None and self.ranks_on_machine is not None:
+            return self.machine_rank, self.ranks_on_machine
+        rank = self.data_parallel_rank * self.world_size + self.rank
+        return rank, self.data_parallel_size * self.world_size
+
+    @property
+    def is_external(self) -> bool:
+        """True if somebody else starts the processes, each with an engine of its own."""
+        return self.distributed_executor_backend == "external_launcher"
 
     @property
     def world_size(self) -> int:

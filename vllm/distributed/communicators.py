@@ -50,6 +50,14 @@ class Communicator(Protocol):
         """
         ...
 
+    def send(self, tensor: torch.Tensor) -> None:
+        """Hand a dense tensor to the other of two ranks, which calls :meth:`receive_into`."""
+        ...
+
+    def receive_into(self, tensor: torch.Tensor) -> None:
+        """Fill a dense tensor with what the other of two ranks sends."""
+        ...
+
     def close(self) -> None:
         """End the calls of all ranks that are under way, and all that come."""
         ...
@@ -112,13 +120,11 @@ class SharedMemoryCommunicator:
                 )
 
     def send(self, tensor: torch.Tensor) -> None:
-        """Hand a dense tensor to the other of two ranks, which calls :meth:`receive_into`."""
         for mine, slots in self._pieces(tensor):
             slots[self._rank].view(tensor.dtype).copy_(mine)
             self._meet()
 
     def receive_into(self, tensor: torch.Tensor) -> None:
-        """Fill a dense tensor with what the other of two ranks sends."""
         for mine, slots in self._pieces(tensor):
             self._meet()
             mine.copy_(slots[1 - self._rank].view(tensor.dtype))

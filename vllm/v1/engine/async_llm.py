@@ -94,6 +94,11 @@ class AsyncLLM(AsyncExtraction, AsyncWorkerCalls):
     def _start_cores(vllm_config: VllmConfig, first: CoreHandle) -> list[CoreHandle]:
         """Start one core for each rank of data parallelism, the first of which has been."""
         parallel = vllm_config.parallel_config
+        if parallel.is_external:
+            raise ValueError(
+                "distributed_executor_backend='external_launcher': the processes call LLM; a "
+                "server and AsyncLLM start their ranks themselves ('mp')"
+            )
         if parallel.data_parallel_size == 1:
             first.configure(vllm_config)
             return [first]

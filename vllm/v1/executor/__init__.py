@@ -12,6 +12,12 @@ if TYPE_CHECKING:
 def create_executor(vllm_config: VllmConfig) -> UniProcExecutor:
     """Create the executor of ``parallel_config``."""
     # Imported late: they load the worker, the models' layers and their operations.
+    if vllm_config.parallel_config.is_external:
+        from vllm.v1.executor.external_launcher import ExternalLauncherExecutor, place_ranks
+
+        vllm_config.parallel_config = place_ranks(vllm_config.parallel_config)
+        if vllm_config.parallel_config.world_size > 1:
+            return ExternalLauncherExecutor(vllm_config)
     if vllm_config.parallel_config.world_size == 1:
         from vllm.v1.executor.uniproc_executor import UniProcExecutor
 

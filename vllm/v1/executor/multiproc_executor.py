@@ -23,7 +23,7 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -37,13 +37,17 @@ from vllm.distributed.pipeline_links import NO_LINKS
 from vllm.exceptions import Failure, FailureError, FailureKind
 from vllm.logger import init_logger, log_format
 from vllm.model_classes import ModelRegistry
-from vllm.model_executor.layers.linear import RowParallelLinear
 from vllm.ops.ranks import meet_ranks
 from vllm.utils.child_process import ChildProcess, private_folder
 from vllm.v1.core.kv_cache_utils import plan_layout
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine.core_messages import WorkerCall
-from vllm.v1.executor.rank_messages import RankAnswer, RankCall, RankSettings
+from vllm.v1.executor.rank_messages import (
+    RankAnswer,
+    RankCall,
+    RankSettings,
+    raise_first_failure,
+)
 from vllm.v1.executor.rank_wiring import Connections, Wiring
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -52,7 +56,6 @@ from vllm.v1.worker.pipeline import pool_share
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.model_executor.hook_points import HookPoint
 
 logger = init_logger(__name__)
 
@@ -247,16 +250,6 @@ class MultiprocExecutor(UniProcExecutor):
             except Exception as error:
                 step.outcome = error
 
-    def find_hooks(self, names: Iterable[str]) -> list[HookPoint]:
-        points = super().find_hooks(names)
-        for point in points if self._group.world_size > 1 else ():
-            if point.part == "input" and isinstance(point.module, RowParallelLinear):
-                raise ValueError(
-                    f"hooks: {point.names[0]!r} is cut over the ranks of tensor_parallel_size="
-                    f"{self._group.world_size}; leave it out, or use tensor_parallel_size=1"
-                )
-        return points
-
     def shutdown(self) -> None:
         super().shutdown()
         self._end_others()
@@ -292,7 +285,7 @@ class MultiprocExecutor(UniProcExecutor):
     def _results(self, number: int) -> Sequence[Any]:
         """Wait for the others to end a call. FailureError: one of them failed by itself."""
         answers = [other.answer(number, self._others) for other in self._others]
-        _raise_first_failure(answers, self._others)
+        self._raise_first_failure(answers)
         return [answer.result for answer in answers]
 
     def _confirm(self, number: int, output: object) -> None:
@@ -312,8 +305,11 @@ class MultiprocExecutor(UniProcExecutor):
                 self._die(death)
                 raise FailureError(Failure(FailureKind.ENGINE_DEAD, str(death))) from error
             if isinstance(error, GroupClosedError):  # the others have the reason
-                _raise_first_failure(answers, self._others)
+                self._raise_first_failure(answers)
             raise
+
+    def _raise_first_failure(self, answers: Sequence[RankAnswer]) -> None:
+        raise_first_failure(zip((other.rank for other in self._others), answers, strict=True))
 
     def _meet(self, number: int | None = None) -> list[RankAnswer]:
         """Form a new group; returns what the others answered to call ``number`` before that.
@@ -358,14 +354,3 @@ class MultiprocExecutor(UniProcExecutor):
             other.end(0.0 if self.dead_because else END_SECONDS)
         self._others = []
         self._context.destroy(linger=0)
-
-
-def _raise_first_failure(answers: Sequence[RankAnswer], ranks: Sequence[RankProcess]) -> None:
-    """Raise what ended a call for all ranks, if one of these ranks knows it."""
-    failed = [pair for pair in zip(answers, ranks, strict=True) if pair[0].failure is not None]
-    for answer, rank in sorted(failed, key=lambda pair: pair[0].was_cut_off):
-        assert answer.failure is not None
-        if answer.failure.kind is FailureKind.BAD_REQUEST:
-            raise ValueError(answer.failure.message)
-        message = f"rank {rank.rank}: {answer.failure.message}"
-        raise FailureError(Failure(answer.failure.kind, message))

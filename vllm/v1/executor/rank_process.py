@@ -18,7 +18,6 @@ import zmq
 from vllm.distributed.communicators import GroupClosedError
 from vllm.distributed.parallel_state import ALONE, use_groups
 from vllm.distributed.pipeline_links import NO_LINKS
-from vllm.exceptions import Failure, FailureKind, kind_of
 from vllm.logger import init_logger, set_log_format
 from vllm.model_classes import ModelRegistry
 from vllm.plugins import load_general_plugins
@@ -26,7 +25,7 @@ from vllm.utils.child_process import end_with_parent
 from vllm.utils.gc_utils import settle_garbage_collector
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine.core_messages import WorkerCall
-from vllm.v1.executor.rank_messages import RankAnswer, RankCall, RankSettings
+from vllm.v1.executor.rank_messages import RankAnswer, RankCall, RankSettings, failed_answer
 from vllm.v1.executor.rank_wiring import Connections
 from vllm.v1.executor.uniproc_executor import call_worker, worker_class
 from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -56,13 +55,9 @@ class Rank:
             return RankAnswer(call.number, result)
         except Exception as error:
             self._leave()
-            was_cut_off, is_refusal = (isinstance(error, c) for c in (GroupClosedError, ValueError))
-            if not was_cut_off and not is_refusal:
+            if not isinstance(error, (GroupClosedError, ValueError)):
                 logger.exception("rank %d: %s failed", self._rank, call.method)
-            kind = kind_of(error, FailureKind.STEP_FAILED)
-            text = str(error) if is_refusal else f"{type(error).__name__}: {error}"
-            failure = Failure(FailureKind.BAD_REQUEST if is_refusal else kind, text)
-            return RankAnswer(call.number, failure=failure, was_cut_off=was_cut_off)
+            return failed_answer(call.number, error)
 
     def join(self, generation: int) -> None:
         """Leave the group for a new one."""
