@@ -20,6 +20,7 @@ OMP_NUM_THREADS: int | None
 VLLM_CPU_OMP_THREADS_BIND: tuple[frozenset[int], ...] | None
 VLLM_CPU_NUM_OF_RESERVED_CPU: int
 VLLM_PP_LAYER_PARTITION: tuple[int, ...] | None
+VLLM_NODE_KEY: str
 VLLM_CPU_KVCACHE_SPACE: float | None
 VLLM_CPU_ISA: str | None
 VLLM_KERNELS: str
@@ -138,6 +139,9 @@ VARIABLES: dict[str, Variable] = {
     ),
     "VLLM_PP_LAYER_PARTITION": Variable(
         None, _layer_counts, "Layers of each pipeline stage, such as '10,12,10'."
+    ),
+    "VLLM_NODE_KEY": Variable(
+        "", str, "Secret that the nodes of an engine have to share; unset: none is asked for."
     ),
     "VLLM_CPU_KVCACHE_SPACE": Variable(
         None,

@@ -31,12 +31,23 @@ def values(llm: LLM) -> dict[str, Any]:
     }
 
 
+def check_values(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Compare two results of :func:`values`, bit by bit."""
+    assert found["tokens"] == expected["tokens"]
+    for ours, other in zip(found["rows"], expected["rows"], strict=True):
+        assert torch.equal(ours, other)
+    for ours, other in zip(found["activations"], expected["activations"], strict=True):
+        assert all(torch.equal(ours[name], other[name]) for name in other)
+    for ours, other in zip(found["logprobs"], expected["logprobs"], strict=True):
+        assert other is None or torch.equal(ours, other)
+
+
 def failure_of(llm: LLM) -> str:
     (failed,) = llm.extract(PROMPTS[:1], layers=[4], on_error="yield")
     return str(failed)
 
 
-def planted_failures(llm: LLM) -> dict[str, Any]:
+def planted_failures(llm: LLM, own: int) -> dict[str, Any]:
     """Failures of each rank, and of a process that asks for something else."""
     before = list(llm.extract(PROMPTS, layers=LAYERS))
     found: dict[str, Any] = {}
@@ -47,7 +58,7 @@ def planted_failures(llm: LLM) -> dict[str, Any]:
     found["same"] = all(
         torch.equal(a.hidden_states, b.hidden_states) for a, b in zip(before, after, strict=True)
     )
-    (failed,) = llm.extract([PROMPTS[int(os.environ["RANK"])]], layers=[4], on_error="yield")
+    (failed,) = llm.extract([PROMPTS[own]], layers=[4], on_error="yield")
     found["other prompts"] = str(failed)
     return found
 
@@ -66,7 +77,7 @@ def main() -> None:
             if call == "values":
                 found |= values(llm)
             elif call == "failures":
-                found |= planted_failures(llm)
+                found |= planted_failures(llm, own)
             elif call == "ranks":
                 found["ranks"] = llm.collective_rpc(rank_functions.rank)
             elif call == "sum":

@@ -8,20 +8,26 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed import HashStore
 
-from tests.engine.external_process import values
+from tests.engine.external_process import check_values, planted_failures, values
 from tests.engine.harness import engine
 from tests.engine.test_ranks import OPTIONS
 from tests.grids import at_night
+from tests.models.oracle import relative_error
 from vllm import LLM, AsyncEngineArgs, AsyncLLM
 from vllm.utils.network_utils import get_open_port
+from vllm.v1.executor import external_launcher
+from vllm.v1.executor.gloo_wiring import GlooConnections
 
 Checkpoint = Callable[..., Path]
 Options = dict[str, Any]
@@ -68,20 +74,57 @@ def load(folder: Path, rank: int) -> dict[str, Any]:
     return found
 
 
-def check_values(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert found["tokens"] == expected["tokens"]
-    for ours, other in zip(found["rows"], expected["rows"], strict=True):
-        assert torch.equal(ours, other)
-    for ours, other in zip(found["activations"], expected["activations"], strict=True):
-        assert all(torch.equal(ours[name], other[name]) for name in other)
-    for ours, other in zip(found["logprobs"], expected["logprobs"], strict=True):
-        assert other is None or torch.equal(ours, other)
+@pytest.mark.parametrize("size", ["tensor_parallel_size", "pipeline_parallel_size"])
+def test_engines_that_plan_the_same(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, size: str
+) -> None:
+    """Two ranks on threads of this process, with small steps and a pool in which few fit."""
+    place, store = threading.local(), HashStore()
+    monkeypatch.setattr(
+        external_launcher, "place_ranks", lambda parallel: replace(parallel, rank=place.rank)
+    )
+    monkeypatch.setattr(
+        external_launcher,
+        "_connections_of",
+        lambda parallel: GlooConnections(parallel, store, "127.0.0.1"),
+    )
+    folder, own = checkpoint("llama"), {"num_gpu_blocks_override": 13, "max_num_batched_tokens": 16}
+    found: dict[int, dict[str, Any]] = {}
+
+    def run(rank: int) -> None:
+        place.rank = rank
+        launched = {"distributed_executor_backend": "external_launcher", size: 2}
+        with LLM(str(folder), **OPTIONS, **own, **launched) as llm:
+            found[rank] = {**values(llm), **planted_failures(llm, rank)}
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    with engine(folder, **OPTIONS) as llm:
+        expected = values(llm)
+    for thread in threads:
+        thread.join(60)
+    check_values(found[0], found[1])
+    if size == "pipeline_parallel_size":
+        check_values(found[0], expected)
+    else:
+        for ours, whole in zip(found[0]["rows"], expected["rows"], strict=True):
+            assert relative_error(ours, whole) < 1e-5
+    check_failures(found[0])
+    check_failures(found[1])
+
+
+def check_failures(found: dict[str, Any]) -> None:
+    assert "planted" in found["rank 0"]
+    assert "planted" in found["rank 1"]
+    assert found["same"]
+    assert "make different calls with other requests" in found["other prompts"]
 
 
 @pytest.mark.parametrize(
     ("family", "size"),
     [
-        ("llama", "pipeline_parallel_size"),
+        at_night("llama", "pipeline_parallel_size"),
         at_night("llama", "tensor_parallel_size"),
         at_night("mixtral", "tensor_parallel_size"),
     ],
@@ -98,10 +141,7 @@ def test_each_process_gets_the_bits_of_mp(
     for rank in range(2):
         found = load(tmp_path, rank)
         check_values(found, expected)
-        assert "planted" in found["rank 0"]
-        assert "planted" in found["rank 1"]
-        assert found["same"]
-        assert "make different calls with other requests" in found["other prompts"]
+        check_failures(found)
 
 
 @pytest.mark.exhaustive

@@ -33,6 +33,15 @@ class ParallelConfig:
     """Way of starting the workers: "uni", one in the engine's process; "mp", the first there and
     each of the others in its own; "external_launcher", one in each process that torchrun started,
     all of which make the same calls of `LLM`. Default: "uni" for one rank, else "mp"."""
+    nnodes: Annotated[int, Field(ge=1)] = 1
+    """Number of machines over which "mp" spreads the ranks. Each but the first runs `vllm serve
+    --headless`."""
+    node_rank: Annotated[int, Field(ge=0)] = 0
+    """This machine's number among the `nnodes`; 0 has the engine."""
+    master_addr: str = "127.0.0.1"
+    """Address of node 0 in a private network."""
+    master_port: Annotated[int, Field(ge=1, le=65535)] = 29501
+    """Port at which node 0 waits for the others; ranks use further ports, which are free."""
     distributed_timeout_seconds: Annotated[float, Field(gt=0)] = 600.0
     """Longest time for which ranks wait for each other; after it the engine is dead."""
     disable_custom_all_reduce: bool = False
@@ -56,6 +65,32 @@ class ParallelConfig:
                 "option out"
             )
 
+        self._check_nodes()
+
+    def _check_nodes(self) -> None:
+        if self.node_rank >= self.nnodes:
+            raise ValueError(f"node_rank={self.node_rank}: has to be below nnodes={self.nnodes}")
+        reason = ""
+        if self.world_size % self.nnodes:
+            reason = (
+                f"tensor_parallel_size={self.tensor_parallel_size} times pipeline_parallel_size="
+                f"{self.pipeline_parallel_size} is not a multiple of it"
+            )
+        elif self.nnodes > 1 and self.distributed_executor_backend not in (None, "mp"):
+            backend = self.distributed_executor_backend
+            reason = f"distributed_executor_backend={backend!r} starts no nodes; use 'mp'"
+        elif self.nnodes > 1 and self.data_parallel_size > 1:
+            reason = f"data_parallel_size={self.data_parallel_size}: nodes share one engine"
+        if reason:
+            raise ValueError(f"nnodes={self.nnodes}: {reason}")
+
+    def ranks_of_node(self, node: int) -> list[int]:
+        """Return the ranks of a node. The first node has the last stages, and so the driver."""
+        size, num_ranks = self.tensor_parallel_size, self.world_size // self.nnodes
+        stages = reversed(range(self.pipeline_parallel_size))
+        ranks = [stage * size + rank for stage in stages for rank in range(size)]
+        return ranks[node * num_ranks : (node + 1) * num_ranks]
+
     @property
     def stage(self) -> int:
         """Number of this rank's pipeline stage. The ranks of a stage follow each other."""
@@ -76,6 +111,9 @@ class ParallelConfig:
         """This process's number among those of all engines on this machine, and their number."""
         if self.machine_rank is not None and self.ranks_on_machine is not None:
             return self.machine_rank, self.ranks_on_machine
+        if self.nnodes > 1:
+            own = self.ranks_of_node(self.node_rank)
+            return own.index(self.rank), len(own)
         rank = self.data_parallel_rank * self.world_size + self.rank
         return rank, self.data_parallel_size * self.world_size
 

@@ -80,6 +80,8 @@ class Resolved:
     def vllm_config(self) -> VllmConfig:
         args = self.engine_args
         refuse_unless(args.data_parallel_size >= 1, args, "data_parallel_size", "use at least 1")
+        is_one = args.nnodes == 1 or args.data_parallel_size == 1
+        refuse_unless(is_one, args, "nnodes", "with data_parallel_size=1 only")
         is_ours = args.distributed_executor_backend != "external_launcher"
         name = "distributed_executor_backend"
         refuse_unless(is_ours, args, name, "each process would write the dataset; use 'mp'")

@@ -40,7 +40,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine.core_messages import WorkerCall
 from vllm.v1.executor.gloo_wiring import GlooConnections
 from vllm.v1.executor.rank_messages import RankAnswer, failed_answer, raise_first_failure
-from vllm.v1.executor.rank_terms import differences, plan_of, terms_of
+from vllm.v1.executor.rank_terms import differences, options_of_engine, plan_of, terms_of
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import ModelRunnerOutput, PendingOutput
@@ -85,7 +85,8 @@ class ExternalLauncherExecutor(UniProcExecutor):
 
     def _check_terms(self) -> None:
         """Raise ValueError if the processes have other options, versions or checkpoints."""
-        terms = self._on_all("terms", None, partial(terms_of, self._config))
+        own = terms_of(self._config) | options_of_engine(self._config)
+        terms = self._on_all("terms", None, lambda: own)
         if different := differences(terms, [f"rank {rank}" for rank in range(len(terms))]):
             raise ValueError(f"{BACKEND}: the processes of one engine differ: {different}")
 

@@ -3,14 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
+from typing import NamedTuple
 
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import Store, TCPStore
 
 from vllm.config import ParallelConfig
-from vllm.distributed.gloo_communicator import GlooCommunicator
+from vllm.distributed.gloo_communicator import GlooCommunicator, address_towards
 from vllm.distributed.parallel_state import GroupCoordinator
 from vllm.distributed.pipeline_links import PipelineLinks
 from vllm.v1.executor.rank_wiring import Place, connect
+
+
+class GlooWiring(NamedTuple):
+    """The place at which the ranks of an engine find each other."""
+
+    host: str
+    port: int
+
+    @property
+    def files(self) -> tuple[int, ...]:
+        """Descriptors that processes inherit: none."""
+        return ()
+
+    def open(self, parallel: ParallelConfig) -> GlooConnections:
+        seconds = timedelta(seconds=parallel.distributed_timeout_seconds)
+        store = TCPStore(self.host, self.port, is_master=False, timeout=seconds)
+        return GlooConnections(parallel, store, address_towards(self.host, self.port))
+
+    def close(self) -> None:
+        """Do nothing: connections begin with groups."""
 
 
 class GlooConnections:

@@ -10,7 +10,16 @@ from vllm.config import VllmConfig
 from vllm.distributed.communicators import GroupClosedError
 from vllm.exceptions import Failure, FailureError, FailureKind, kind_of
 from vllm.logger import LogFormat
+from vllm.v1.executor.gloo_wiring import GlooWiring
 from vllm.v1.executor.rank_wiring import Wiring
+
+
+class CallsPlace(NamedTuple):
+    """The socket at which another node's rank takes its calls."""
+
+    url: str
+    key: str
+    """The engine's public key (CURVE), which only its nodes know."""
 
 
 @dataclass(frozen=True)
@@ -18,11 +27,13 @@ class RankSettings:
     """Everything that a rank's process needs to know."""
 
     vllm_config: VllmConfig
-    wiring: Wiring
-    """Its descriptors are inherited by the process."""
+    wiring: Wiring | GlooWiring
+    """Descriptors in it are inherited by the process."""
     models: dict[str, str]
     """Architectures registered in the engine core's process: name -> "module:Class"."""
     log_format: LogFormat
+    calls: CallsPlace | None = None
+    """None: a socket in the process's folder."""
 
 
 class RankCall(NamedTuple):

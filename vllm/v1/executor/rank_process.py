@@ -25,8 +25,13 @@ from vllm.utils.child_process import end_with_parent
 from vllm.utils.gc_utils import settle_garbage_collector
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine.core_messages import WorkerCall
-from vllm.v1.executor.rank_messages import RankAnswer, RankCall, RankSettings, failed_answer
-from vllm.v1.executor.rank_wiring import Connections
+from vllm.v1.executor.rank_messages import (
+    CallsPlace,
+    RankAnswer,
+    RankCall,
+    RankSettings,
+    failed_answer,
+)
 from vllm.v1.executor.uniproc_executor import call_worker, worker_class
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.gpu_worker import Worker
@@ -42,7 +47,7 @@ class Rank:
     def __init__(self, settings: RankSettings) -> None:
         self._config = settings.vllm_config
         self._rank = self._config.parallel_config.rank
-        self._connections = Connections(self._config.parallel_config, settings.wiring)
+        self._connections = settings.wiring.open(self._config.parallel_config)
         self._group, self._links = ALONE, NO_LINKS
         self._has_left = False
         """True after a failure, until there is a new group."""
@@ -92,6 +97,15 @@ class Rank:
         return call_worker(self.worker, call)
 
 
+def _connect(socket: zmq.Socket[bytes], folder: str, place: CallsPlace | None) -> None:
+    if place is None:
+        socket.connect(f"ipc://{folder}/calls")
+        return
+    socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
+    socket.curve_serverkey = place.key.encode()
+    socket.connect(place.url)
+
+
 def main() -> int:
     # Signals may reach the whole process group; the engine core decides what they mean.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -106,7 +120,7 @@ def main() -> int:
     settle_garbage_collector()
     context: zmq.Context[Any] = zmq.Context()
     with context.socket(zmq.PAIR) as socket:
-        socket.connect(f"ipc://{folder}/calls")
+        _connect(socket, folder, settings.calls)
         while True:
             call: RankCall | None = pickle.loads(socket.recv())
             if call is None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from vllm import envs
 from vllm.config.identity import value_identity
 from vllm.ops.sources import kernels_of
 from vllm.steering import steering_digest
@@ -19,23 +20,32 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 
-_MAY_DIFFER = ("node_rank",)
-
 
 def terms_of(vllm_config: VllmConfig) -> dict[str, str]:
-    """Return the versions, the options and everything that values depend on, by name."""
-    kernels = kernels_of(vllm_config.device_config.device_type)
-    terms = {"vllm": __version__, "torch": torch.__version__, "seed": vllm_config.model_config.seed}
-    terms |= value_identity(vllm_config, kernels)
+    """Return the versions and everything that values and sizes depend on, by name."""
+    parallel = vllm_config.parallel_config
+    sizes = ("tensor_parallel_size", "pipeline_parallel_size", "nnodes")
+    terms = {
+        "vllm": __version__,
+        "torch": torch.__version__,
+        **value_identity(vllm_config, kernels_of(vllm_config.device_config.device_type)),
+        **{name: getattr(parallel, name) for name in sizes},
+        "VLLM_PP_LAYER_PARTITION": envs.VLLM_PP_LAYER_PARTITION,
+    }
+    return {name: str(value) for name, value in terms.items()}
+
+
+def options_of_engine(vllm_config: VllmConfig) -> dict[str, str]:
+    """Return the options on which plans depend, by name."""
+    found = {}
     for part in (
         vllm_config.cache_config,
         vllm_config.scheduler_config,
         vllm_config.parallel_config,
     ):
         for option in options_of(type(part)):
-            if option.name not in _MAY_DIFFER:
-                terms[option.name] = getattr(part, option.field.name)
-    return {name: str(value) for name, value in terms.items()}
+            found[option.name] = str(getattr(part, option.field.name))
+    return found
 
 
 def differences(terms: Sequence[dict[str, str]], names: Sequence[str]) -> str:

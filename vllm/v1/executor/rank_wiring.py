@@ -67,6 +67,10 @@ class Wiring(NamedTuple):
     def files(self) -> list[int]:
         return list(self.of_places.values())
 
+    def open(self, parallel: ParallelConfig) -> Connections:
+        """Take this process's share. ValueError: there is not enough memory."""
+        return Connections(parallel, self)
+
     def close(self) -> None:
         """Close this process's descriptors; memory that is in use stays."""
         for file in self.files:
