@@ -6,6 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
+from vllm import envs
 from vllm.utils.checked import config
 from vllm.utils.options import DERIVED, Option
 
@@ -57,7 +58,11 @@ class ParallelConfig:
     ranks_on_machine: Annotated[int | None, DERIVED] = None
     """Number of these processes."""
 
+    is_offline_engine: Annotated[bool, DERIVED] = False
+    """True if a program makes the `LLM` of each engine (VLLM_DP_RANK, VLLM_DP_SIZE)."""
+
     def __post_init__(self) -> None:
+        self._take_offline_place()
         if self.distributed_executor_backend == "uni" and self.world_size > 1:
             raise ValueError(
                 f"distributed_executor_backend='uni' has one rank, but {self.world_size} are asked "
@@ -66,6 +71,24 @@ class ParallelConfig:
             )
 
         self._check_nodes()
+
+    def _take_offline_place(self) -> None:
+        """Set the engine's number from the environment, if that has one."""
+        size, rank, local = envs.VLLM_DP_SIZE, envs.VLLM_DP_RANK, envs.VLLM_DP_RANK_LOCAL
+        given = f"VLLM_DP_RANK={rank}, VLLM_DP_RANK_LOCAL={local}, VLLM_DP_SIZE={size}"
+        if rank >= size or (local is not None and local > rank):
+            raise ValueError(
+                f"{given}: ranks count from 0 to VLLM_DP_SIZE - 1, the local one is not larger"
+            )
+        if size == 1:
+            return
+        if self.data_parallel_size not in (1, size):
+            raise ValueError(
+                f"{given}: data_parallel_size={self.data_parallel_size} has to be the same, or be "
+                "left out"
+            )
+        self.data_parallel_size, self.data_parallel_rank = size, rank
+        self.is_offline_engine = True
 
     def _check_nodes(self) -> None:
         if self.node_rank >= self.nnodes:
@@ -114,7 +137,10 @@ class ParallelConfig:
         if self.nnodes > 1:
             own = self.ranks_of_node(self.node_rank)
             return own.index(self.rank), len(own)
-        rank = self.data_parallel_rank * self.world_size + self.rank
+        engine = self.data_parallel_rank
+        if self.is_offline_engine and envs.VLLM_DP_RANK_LOCAL is not None:
+            engine = envs.VLLM_DP_RANK_LOCAL
+        rank = engine * self.world_size + self.rank
         return rank, self.data_parallel_size * self.world_size
 
     @property

@@ -85,7 +85,12 @@ class Resolved:
         is_ours = args.distributed_executor_backend != "external_launcher"
         name = "distributed_executor_backend"
         refuse_unless(is_ours, args, name, "each process would write the dataset; use 'mp'")
-        return self._make_config()
+        config = self._make_config()
+        if config.parallel_config.is_offline_engine:
+            raise ValueError(
+                "VLLM_DP_SIZE: unset it; vllm extract shares work by data_parallel_size"
+            )
+        return config
 
     def _make_config(self) -> VllmConfig:
         return dataclasses.replace(self.engine_args, data_parallel_size=1).create_engine_config()
