@@ -51,6 +51,10 @@ def planted_failures(llm: LLM, own: int) -> dict[str, Any]:
     """Failures of each rank, and of a process that asks for something else."""
     before = list(llm.extract(PROMPTS, layers=LAYERS))
     found: dict[str, Any] = {}
+    try:
+        llm.collective_rpc(lambda worker: worker)
+    except ValueError as error:
+        found["a worker"] = str(error)
     for rank in range(2):
         llm.collective_rpc(rank_functions.fail_in_next_pass, args=(rank,))
         found[f"rank {rank}"] = failure_of(llm)

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -115,6 +116,7 @@ def test_engines_that_plan_the_same(
 
 
 def check_failures(found: dict[str, Any]) -> None:
+    assert "this one cannot be sent" in found["a worker"]
     assert "planted" in found["rank 0"]
     assert "planted" in found["rank 1"]
     assert found["same"]
@@ -214,6 +216,24 @@ def test_what_is_refused(
     options |= {"distributed_executor_backend": "external_launcher", **OPTIONS}
     with pytest.raises(ValueError, match=message):
         LLM(str(checkpoint("llama")), **options)
+
+
+def test_a_port_that_is_taken(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        place = {"RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1"}
+        for name, value in (place | {"MASTER_PORT": other.getsockname()[1]}).items():
+            monkeypatch.setenv(name, str(value))
+        message = r"do not meet at MASTER_ADDR=127.0.0.1 MASTER_PORT=\d+: .*(in use|EADDRINUSE)"
+        with pytest.raises(ValueError, match=message):
+            LLM(
+                str(checkpoint("llama")),
+                **OPTIONS,
+                tensor_parallel_size=2,
+                distributed_executor_backend="external_launcher",
+            )
+    assert not torch.distributed.is_initialized()
 
 
 def test_servers_start_their_own_ranks(checkpoint: Checkpoint) -> None:

@@ -68,8 +68,7 @@ def run_node(config: VllmConfig) -> int:
         engines: VllmConfig = pickle.loads(connection.recv_bytes())
         _start_ranks(children, _adapted(engines, config), place[0], reply)
         logger.info("ranks %s of %s are here", ", ".join(reply["ranks"]), name)
-        _serve(children, connection)
-        return 0
+        return _serve(children, connection)
     except AuthenticationError as error:
         raise ValueError(f"{name} does not have the same VLLM_NODE_KEY: {error}") from error
     except (EOFError, OSError):
@@ -120,8 +119,11 @@ def _start_ranks(
             child.send(RankSettings(own, wiring, models, log_format(), calls))
 
 
-def _serve(children: dict[int, ChildProcess], connection: Connection) -> None:
-    """Report ends of ranks, and do what the engine asks for. EOFError: it has gone."""
+def _serve(children: dict[int, ChildProcess], connection: Connection) -> int:
+    """Report ends of ranks, and do what the engine asks for; returns the exit status.
+
+    EOFError: the engine has gone.
+    """
     is_sending = threading.Lock()
 
     def report(rank: int, child: ChildProcess) -> None:
@@ -136,3 +138,4 @@ def _serve(children: dict[int, ChildProcess], connection: Connection) -> None:
             os.kill(children[message["stacks"]].pid, signal.SIGUSR1)
     for child in children.values():
         child.end(message["end"])
+    return 0 if message["end"] > 0 else 1  # no time to end: the engine is dead

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -130,7 +131,19 @@ class ExternalLauncherExecutor(UniProcExecutor):
         """Call a method or a function with every worker; returns their results, by rank."""
         call_own = super().collective_rpc
         name = call.method if isinstance(call.method, str) else "a function"
-        return self._on_all("collective_rpc", name, lambda: call_own(call)[0])
+
+        def run() -> Any:
+            (result,) = call_own(call)
+            try:
+                pickle.dumps(result)
+            except (pickle.PicklingError, AttributeError, TypeError) as error:
+                raise ValueError(
+                    f"collective_rpc: all ranks get the results of all, but this one cannot be "
+                    f"sent: {error}"
+                ) from error
+            return result
+
+        return self._on_all("collective_rpc", name, run)
 
     def shutdown(self) -> None:
         super().shutdown()
