@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from vllm import LLM, AsyncEngineArgs, AsyncLLM
 from vllm.hidden_states import HiddenStatesError
 from vllm.utils.network_utils import get_open_port
 from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.engine.node_process import run_node
 
 Checkpoint = Callable[..., Path]
 
@@ -61,25 +63,40 @@ def ended(process: subprocess.Popen[bytes]) -> int:
 
 
 @pytest.mark.parametrize("size", ["pipeline_parallel_size", at_night("tensor_parallel_size")])
-def test_two_nodes(checkpoint: Checkpoint, tmp_path: Path, size: str) -> None:
-    """They have the bits of one, go on after a failed step, and end when one is killed."""
+def test_two_nodes_have_the_bits_of_one(checkpoint: Checkpoint, size: str) -> None:
+    """They go on after a failed step. The other node's process is a thread of this one."""
     folder, options, others = checkpoint("llama"), sizes(size), rank_processes()
-    with node(folder, tmp_path / "log", options) as process:
+    args = AsyncEngineArgs(str(folder), nnodes=2, node_rank=1, **options)
+    with ThreadPoolExecutor(1) as pool:
+        status = pool.submit(run_node, args.create_engine_config())
         with engine(folder, **OPTIONS, **({} if "pipe" in size else {size: 2})) as llm:
             expected = values(llm)
+        with LLM(str(folder), **OPTIONS, nnodes=2, **options) as llm:
+            check_values(values(llm), expected)
+            before = rows_of_all(llm)
+            for failing_rank in range(2):
+                llm.collective_rpc(rank_functions.fail_in_next_pass, args=(failing_rank,))
+                (failed,) = llm.extract(PROMPTS[:1], layers=[4], on_error="yield")
+                assert "planted" in str(failed)
+            assert torch.equal(before, rows_of_all(llm))
+        assert status.result(30) == 0
+    assert rank_processes() == others
+
+
+def rows_of_all(llm: LLM) -> torch.Tensor:
+    return torch.cat([one.hidden_states for one in llm.extract(PROMPTS, layers=[4])])
+
+
+@pytest.mark.exhaustive
+def test_a_killed_node(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    folder, options, others = checkpoint("llama"), sizes(), rank_processes()
+    with node(folder, tmp_path / "log", options) as process:
         llm = LLM(str(folder), **OPTIONS, nnodes=2, **options)
-        check_values(values(llm), expected)
-        before = torch.cat([one.hidden_states for one in llm.extract(PROMPTS, layers=[4])])
-        for failing_rank in range(2):
-            llm.collective_rpc(rank_functions.fail_in_next_pass, args=(failing_rank,))
-            (failed,) = llm.extract(PROMPTS[:1], layers=[4], on_error="yield")
-            assert "planted" in str(failed)
-        after = torch.cat([one.hidden_states for one in llm.extract(PROMPTS, layers=[4])])
-        assert torch.equal(before, after)
+        rows_of_all(llm)
         process.kill()
         wait_until(lambda: core_of(llm).executor.dead_because is not None)
         with pytest.raises((EngineDeadError, HiddenStatesError), match=r"node 1 \(.+\) has gone"):
-            list(llm.extract(PROMPTS, layers=[4]))
+            rows_of_all(llm)
         llm.shutdown()
     wait_until(lambda: rank_processes() == others)
 
