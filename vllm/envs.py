@@ -20,6 +20,12 @@ OMP_NUM_THREADS: int | None
 VLLM_CPU_OMP_THREADS_BIND: tuple[frozenset[int], ...] | None
 VLLM_CPU_NUM_OF_RESERVED_CPU: int
 VLLM_PP_LAYER_PARTITION: tuple[int, ...] | None
+VLLM_NODE_KEY: str
+VLLM_DP_RANK: int
+VLLM_DP_RANK_LOCAL: int | None
+VLLM_DP_SIZE: int
+VLLM_DP_MASTER_IP: str
+VLLM_DP_MASTER_PORT: int
 VLLM_CPU_KVCACHE_SPACE: float | None
 VLLM_CPU_ISA: str | None
 VLLM_KERNELS: str
@@ -138,6 +144,18 @@ VARIABLES: dict[str, Variable] = {
     ),
     "VLLM_PP_LAYER_PARTITION": Variable(
         None, _layer_counts, "Layers of each pipeline stage, such as '10,12,10'."
+    ),
+    "VLLM_DP_RANK": Variable(
+        0, _count_or_none, "Number of this process's `LLM` among VLLM_DP_SIZE that a program makes."
+    ),
+    "VLLM_DP_RANK_LOCAL": Variable(
+        None, _count_or_none, "The same among those on this machine; unset: all are on it."
+    ),
+    "VLLM_DP_SIZE": Variable(1, _count, "Number of processes that each make an `LLM`."),
+    "VLLM_DP_MASTER_IP": Variable("", str, "Without effect: these engines do not meet."),
+    "VLLM_DP_MASTER_PORT": Variable(0, _count_or_none, "Without effect, like VLLM_DP_MASTER_IP."),
+    "VLLM_NODE_KEY": Variable(
+        "", str, "Secret that the nodes of an engine have to share; unset: none is asked for."
     ),
     "VLLM_CPU_KVCACHE_SPACE": Variable(
         None,

@@ -80,7 +80,14 @@ def test_defaults_are_those_of_the_configs(model: str) -> None:
 
 def test_every_field_of_the_configs_is_an_option() -> None:
     options = {f.name for f in fields(EngineArgs)} | {"cache_dtype", "policy", "backend"}
-    derived = {"max_model_len", "rank", "data_parallel_rank"}
+    derived = {
+        "max_model_len",
+        "rank",
+        "data_parallel_rank",
+        "machine_rank",
+        "ranks_on_machine",
+        "is_offline_engine",
+    }
     for config_class in (ModelConfig, *CONFIGS):
         names = {f.name for f in fields(config_class) if f.init} - derived
         assert names <= options

@@ -10,14 +10,16 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed import HashStore
 
-from vllm.distributed import communicators
+from vllm.distributed import communicators, gloo_communicator
 from vllm.distributed.communicators import (
     Communicator,
     GroupClosedError,
     SharedMemory,
     SharedMemoryCommunicator,
 )
+from vllm.distributed.gloo_communicator import GlooCommunicator
 from vllm.distributed.parallel_state import (
     GroupCoordinator,
     get_dcp_group,
@@ -25,6 +27,7 @@ from vllm.distributed.parallel_state import (
     get_decode_context_model_parallel_world_size,
     use_groups,
 )
+from vllm.distributed.pipeline_links import Link
 from vllm.ops.ranks import ALL_THERE, LEFT, TIMED_OUT, meet_ranks
 
 Make = Callable[[int], Communicator]
@@ -36,6 +39,11 @@ def shared_memory(generation: int = 1, timeout_seconds: float = 20.0, **options:
     return lambda rank: SharedMemoryCommunicator(
         memory, rank, generation, timeout_seconds, **options
     )
+
+
+def gloo(timeout_seconds: float = 20.0) -> Make:
+    store = HashStore()
+    return lambda rank: GlooCommunicator(store, "g", rank, RANKS, timeout_seconds, "127.0.0.1")
 
 
 def on_all(make: Make, run: Callable[[GroupCoordinator], Any], ranks: int = RANKS) -> list[Any]:
@@ -60,10 +68,12 @@ def drawn(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor
     return torch.randn(shape, generator=torch.Generator().manual_seed(rank)).to(dtype)
 
 
-@pytest.fixture
-def make(monkeypatch: pytest.MonkeyPatch) -> Make:
+@pytest.fixture(params=[shared_memory, gloo])
+def make(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Make:
     monkeypatch.setattr(communicators, "PIECE_BYTES", 4096)
-    return shared_memory()
+    monkeypatch.setattr(gloo_communicator, "PIECE_BYTES", 4096)
+    kind: Callable[[], Make] = request.param
+    return kind()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -166,6 +176,59 @@ def test_a_rank_that_does_not_come(options: dict[str, Any], message: str) -> Non
     assert time.monotonic() - start < 5
     with pytest.raises(GroupClosedError, match="left"):
         list(communicator.exchange(torch.ones(3)))
+
+
+def test_objects_over_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gloo_communicator, "PIECE_BYTES", 512)
+    values = [None, {"text": "x" * 5000}, torch.arange(300)]
+
+    def run(group: GroupCoordinator) -> Any:
+        assert isinstance(group.communicator, GlooCommunicator)
+        return group.communicator.gather_objects(values[group.rank])
+
+    for empty, text, tensor in on_all(gloo(), run):
+        assert empty is None
+        assert text == values[1]
+        assert torch.equal(tensor, torch.arange(300))
+
+
+def test_a_rank_that_does_not_come_over_tcp() -> None:
+    def run(group: GroupCoordinator) -> None:
+        group.barrier()
+        if group.rank == 1:
+            time.sleep(1.5)
+            return
+        group.barrier()
+
+    late, _, other = on_all(gloo(timeout_seconds=0.5), run)
+    assert all(isinstance(error, GroupClosedError) for error in (late, other))
+    assert "not come for 0.5 s (distributed_timeout_seconds)" in str(late)
+
+
+@pytest.mark.parametrize("over_tcp", [False, True])
+def test_links(*, over_tcp: bool) -> None:
+    store, memory = HashStore(), SharedMemory(SharedMemory.make_file(2), 2)
+
+    def make(rank: int) -> Communicator:
+        if over_tcp:
+            return GlooCommunicator(store, "link", rank, 2, 20.0, "127.0.0.1")
+        return SharedMemoryCommunicator(memory, rank, 1, 20.0)
+
+    sent = [drawn(1, (61, 72), torch.bfloat16), torch.empty(0, 3), torch.tensor(2**40)]
+    ends: list[Any] = [None, None]
+
+    def run(rank: int) -> None:
+        link = Link(make(rank))
+        ends[rank] = link.receive() if rank else link.send({"about": "it"}, sent)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    about, tensors = ends[1]
+    assert about == {"about": "it"}
+    assert all(torch.equal(a, b) for a, b in zip(tensors, sent, strict=True))
 
 
 @pytest.mark.parametrize("meet", [meet_ranks, meet_ranks.body])

@@ -130,3 +130,61 @@ def test_refusals(checkpoint: Checkpoint) -> None:
                 pass
 
     asyncio.run(run())
+
+
+def place(monkeypatch: pytest.MonkeyPatch, **values: int | str) -> None:
+    for name, value in values.items():
+        monkeypatch.setenv(f"VLLM_DP_{name}", str(value))
+
+
+def test_engines_of_a_program_are_placed_by_the_environment(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TRL's server starts a process for each rank, with these variables and an LLM."""
+    with engine(checkpoint("llama"), **OPTIONS) as llm:
+        expected = [one.hidden_states for one in llm.extract(PROMPTS, layers=[3])]
+    meeting = {"MASTER_IP": "127.0.0.1", "MASTER_PORT": 29500}
+    place(monkeypatch, RANK=3, RANK_LOCAL=1, SIZE=4, **meeting)
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    with engine(checkpoint("llama"), **OPTIONS) as llm:
+        found = [one.hidden_states for one in llm.extract(PROMPTS, layers=[3])]
+        parallel = llm.llm_engine.vllm_config.parallel_config
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert (parallel.data_parallel_rank, parallel.data_parallel_size) == (3, 4)
+    assert parallel.place_on_machine == (1, 4)
+
+
+@pytest.mark.parametrize(
+    ("values", "options", "message"),
+    [
+        ({"RANK": 2, "SIZE": 2}, {}, "VLLM_DP_RANK=2, .*, VLLM_DP_SIZE=2: ranks count from 0"),
+        ({"RANK": 1}, {}, "VLLM_DP_RANK=1, .*, VLLM_DP_SIZE=1: ranks count from 0"),
+        ({"RANK": 0, "RANK_LOCAL": 1, "SIZE": 2}, {}, "the local one is not larger"),
+        ({"SIZE": "two"}, {}, "VLLM_DP_SIZE='two': use a whole number"),
+        ({"SIZE": 2}, {"data_parallel_size": 3}, "data_parallel_size=3 has to be the same"),
+        (
+            {"SIZE": 2},
+            {"enable_expert_parallel": True},
+            "enable_expert_parallel with data_parallel_size=2: .* share no experts",
+        ),
+        ({"SIZE": 2}, {"tensor_parallel_size": 2, "nnodes": 2}, "nodes share one engine"),
+    ],
+)
+def test_places_that_do_not_fit(
+    checkpoint: Checkpoint,
+    monkeypatch: pytest.MonkeyPatch,
+    values: dict[str, int | str],
+    options: dict[str, Any],
+    message: str,
+) -> None:
+    place(monkeypatch, **values)
+    with pytest.raises(ValueError, match=message):
+        LLM(str(checkpoint("llama")), **OPTIONS, **options)
+
+
+def test_servers_take_no_place_from_the_environment(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place(monkeypatch, SIZE=2)
+    with pytest.raises(ValueError, match="VLLM_DP_SIZE=2 is for programs that make an LLM"):
+        AsyncLLM.from_engine_args(AsyncEngineArgs(str(checkpoint("llama"))))

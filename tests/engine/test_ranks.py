@@ -25,7 +25,7 @@ from vllm import LLM, AsyncEngineArgs, AsyncLLM, SamplingParams, SteeringVector
 from vllm.exceptions import FailureError
 from vllm.hidden_states import ExtractRequest, HiddenStatesError, HiddenStatesSample
 from vllm.v1.engine.exceptions import EngineDeadError
-from vllm.v1.executor.multiproc_executor import RankProcess
+from vllm.v1.executor.rank_clients import RankProcess
 
 Checkpoint = Callable[..., Path]
 PROMPTS = random_prompts(7, [61, 5, 34])
@@ -228,9 +228,9 @@ def test_a_rank_killed_before_it_listens_ends_the_start(
     others = rank_processes()
     send = RankProcess.send
 
-    def and_kill(process: RankProcess, settings: object) -> None:
+    def and_kill(process: RankProcess, settings: Any) -> None:
         send(process, settings)
-        os.kill(process.pid, signal.SIGKILL)
+        os.kill(process._process.pid, signal.SIGKILL)
 
     monkeypatch.setattr(RankProcess, "send", and_kill)
     with pytest.raises(FailureError, match="rank 1 ended with status -9"):

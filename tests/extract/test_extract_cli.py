@@ -25,6 +25,7 @@ from vllm.entrypoints.cli.extract import parse_extract_arguments
 from vllm.entrypoints.cli.main import main
 from vllm.entrypoints.extract.job import run_job
 from vllm.entrypoints.extract.options import ExtractOptions
+from vllm.entrypoints.extract.resolve import Resolved
 from vllm.hidden_states.dataset import HiddenStatesDataset
 
 LAYERS = [0, 2, 4]
@@ -325,3 +326,25 @@ def test_what_a_wrong_command_is_told(
     with pytest.raises(SystemExit, match="2"):
         parse_extract_arguments(["m", *flags])
     assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "size", "message"),
+    [
+        ({"distributed_executor_backend": "external_launcher"}, 1, "each process would write"),
+        ({"nnodes": 2, "data_parallel_size": 2}, 1, "nnodes=2 .* with data_parallel_size=1 only"),
+        ({}, 2, "VLLM_DP_SIZE: unset it"),
+    ],
+)
+def test_launches_that_would_write_one_dataset_twice(
+    tiny_llama: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    options: dict[str, Any],
+    size: int,
+    message: str,
+) -> None:
+    monkeypatch.setenv("VLLM_DP_SIZE", str(size))
+    args = EngineArgs(model=str(tiny_llama), **options)
+    resolved = Resolved(ExtractOptions(input=["data.jsonl"], output="out", layers="1"), args)
+    with pytest.raises(ValueError, match=message):
+        _ = resolved.vllm_config

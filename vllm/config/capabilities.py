@@ -55,8 +55,10 @@ def settle_capabilities(config: VllmConfig) -> None:
     if config.cache_config.kv_cache_memory_bytes is None:
         config.cache_config.kv_cache_memory_bytes = platform.stated_pool_bytes
     if config.scheduler_config.async_scheduling is None:
-        has_stages = config.parallel_config.pipeline_parallel_size > 1
-        config.scheduler_config.async_scheduling = platform.works_beside_host or has_stages
+        parallel = config.parallel_config
+        overlaps = platform.works_beside_host or parallel.pipeline_parallel_size > 1
+        is_alone = not parallel.is_external or parallel.world_size == 1
+        config.scheduler_config.async_scheduling = overlaps and is_alone
     _ = config.attention_backend  # raises now if it is wrong
 
 
@@ -130,6 +132,7 @@ def _check_ranks(config: VllmConfig) -> None:
             "supported: ranks do not share the tokens of a step; use 1, and tensor_parallel_size "
             "for their work, or decode_context_parallel_size for their caches"
         )
+    _check_external(config)
     size, device = parallel.world_size, config.device_config.device_type
     if parallel.data_parallel_size > 1 and device != "cpu":
         raise ValueError(
@@ -153,6 +156,28 @@ def _check_ranks(config: VllmConfig) -> None:
         used = [(name, value) for name in options if (value := getattr(parallel, name)) > 1]
         asked = ", ".join(f"{name}={value}" for name, value in used)
         raise ValueError(f"{asked} with {reason}; use {' and '.join(f'{n}=1' for n, _ in used)}")
+
+
+def _check_external(config: VllmConfig) -> None:
+    """Refuse what processes that all plan the same steps cannot do."""
+    parallel = config.parallel_config
+    if not parallel.is_external:
+        return
+    reason: str | None = None
+    if parallel.data_parallel_size > 1:
+        reason = f"data_parallel_size={parallel.data_parallel_size}: start more processes instead"
+    elif parallel.world_size == 1:
+        return
+    elif config.connector_config is not None or config.speculative_config is not None:
+        reason = "a KV connector or speculative_config: each process would write; use extract()"
+    elif config.kv_events_config is not None:
+        reason = "kv_events_config: each process would publish"
+    elif config.lora_config.enable_lora:
+        reason = "enable_lora: adapters are not cut over ranks"
+    elif config.scheduler_config.async_scheduling:
+        reason = "async_scheduling: each step waits for the results of the one before"
+    if reason is not None:
+        raise ValueError(f"distributed_executor_backend='external_launcher' with {reason}")
 
 
 def settle_kv_cache_layout(config: VllmConfig) -> None:

@@ -6,11 +6,14 @@ from typing import Annotated
 
 from pydantic import Field
 
+from vllm import envs
 from vllm.utils.checked import config
 from vllm.utils.math_utils import divisors
 from vllm.utils.options import DERIVED, Option
 from vllm.utils.text import one_of
 from vllm.utils.token_spread import WHOLE, TokenSpread
+
+BACKENDS = (None, "uni", "mp", "external_launcher")
 
 
 @config()
@@ -33,11 +36,19 @@ class ParallelConfig:
     tokens that a rank has of a block (block_size)."""
     enable_expert_parallel: Annotated[bool, Option(short_flag="-ep")] = False
     """Give each rank of tensor_parallel_size whole experts instead of a slice of each."""
-    distributed_executor_backend: Annotated[str | None, Option(supported=(None, "uni", "mp"))] = (
-        None
-    )
-    """Way of starting the workers: "uni", one in the engine's process, or "mp", the first there and
-    each of the others in its own. Default: "uni" for one rank, else "mp"."""
+    distributed_executor_backend: Annotated[str | None, Option(supported=BACKENDS)] = None
+    """Way of starting the workers: "uni", one in the engine's process; "mp", the first there and
+    each of the others in its own; "external_launcher", one in each process that torchrun started,
+    all of which make the same calls of `LLM`. Default: "uni" for one rank, else "mp"."""
+    nnodes: Annotated[int, Field(ge=1)] = 1
+    """Number of machines over which "mp" spreads the ranks. Each but the first runs `vllm serve
+    --headless`."""
+    node_rank: Annotated[int, Field(ge=0)] = 0
+    """This machine's number among the `nnodes`; 0 has the engine."""
+    master_addr: str = "127.0.0.1"
+    """Address of node 0 in a private network."""
+    master_port: Annotated[int, Field(ge=1, le=65535)] = 29501
+    """Port at which node 0 waits for the others; ranks use further ports, which are free."""
     distributed_timeout_seconds: Annotated[float, Field(gt=0)] = 600.0
     """Longest time for which ranks wait for each other; after it the engine is dead."""
     disable_custom_all_reduce: bool = False
@@ -48,8 +59,16 @@ class ParallelConfig:
     """This engine's number among the ``data_parallel_size``."""
     rank: Annotated[int, Field(ge=0), DERIVED] = 0
     """This process's number among the ``world_size`` ranks of the engine."""
+    machine_rank: Annotated[int | None, DERIVED] = None
+    """This process's number among those of all engines on this machine; None: all are on it."""
+    ranks_on_machine: Annotated[int | None, DERIVED] = None
+    """Number of these processes."""
+
+    is_offline_engine: Annotated[bool, DERIVED] = False
+    """True if a program makes the `LLM` of each engine (VLLM_DP_RANK, VLLM_DP_SIZE)."""
 
     def __post_init__(self) -> None:
+        self._take_offline_place()
         if self.distributed_executor_backend == "uni" and self.world_size > 1:
             raise ValueError(
                 f"distributed_executor_backend='uni' has one rank, but {self.world_size} are asked "
@@ -62,12 +81,55 @@ class ParallelConfig:
                 f"decode_context_parallel_size={size} does not divide tensor_parallel_size="
                 f"{ranks}; use {one_of(divisors(ranks))}"
             )
+        self._check_nodes()
 
     @property
     def token_spread(self) -> TokenSpread:
         """The ranks of one stage that have the tokens of a sequence, if its layers spread them."""
         size = self.decode_context_parallel_size
         return TokenSpread(size, self.cp_kv_cache_interleave_size) if size > 1 else WHOLE
+
+    def _take_offline_place(self) -> None:
+        """Set the engine's number from the environment, if that has one."""
+        size, rank, local = envs.VLLM_DP_SIZE, envs.VLLM_DP_RANK, envs.VLLM_DP_RANK_LOCAL
+        given = f"VLLM_DP_RANK={rank}, VLLM_DP_RANK_LOCAL={local}, VLLM_DP_SIZE={size}"
+        if rank >= size or (local is not None and local > rank):
+            raise ValueError(
+                f"{given}: ranks count from 0 to VLLM_DP_SIZE - 1, the local one is not larger"
+            )
+        if size == 1:
+            return
+        if self.data_parallel_size not in (1, size):
+            raise ValueError(
+                f"{given}: data_parallel_size={self.data_parallel_size} has to be the same, or be "
+                "left out"
+            )
+        self.data_parallel_size, self.data_parallel_rank = size, rank
+        self.is_offline_engine = True
+
+    def _check_nodes(self) -> None:
+        if self.node_rank >= self.nnodes:
+            raise ValueError(f"node_rank={self.node_rank}: has to be below nnodes={self.nnodes}")
+        reason = ""
+        if self.world_size % self.nnodes:
+            reason = (
+                f"tensor_parallel_size={self.tensor_parallel_size} times pipeline_parallel_size="
+                f"{self.pipeline_parallel_size} is not a multiple of it"
+            )
+        elif self.nnodes > 1 and self.distributed_executor_backend not in (None, "mp"):
+            backend = self.distributed_executor_backend
+            reason = f"distributed_executor_backend={backend!r} starts no nodes; use 'mp'"
+        elif self.nnodes > 1 and self.data_parallel_size > 1:
+            reason = f"data_parallel_size={self.data_parallel_size}: nodes share one engine"
+        if reason:
+            raise ValueError(f"nnodes={self.nnodes}: {reason}")
+
+    def ranks_of_node(self, node: int) -> list[int]:
+        """Return the ranks of a node. The first node has the last stages, and so the driver."""
+        size, num_ranks = self.tensor_parallel_size, self.world_size // self.nnodes
+        stages = reversed(range(self.pipeline_parallel_size))
+        ranks = [stage * size + rank for stage in stages for rank in range(size)]
+        return ranks[node * num_ranks : (node + 1) * num_ranks]
 
     @property
     def stage(self) -> int:
@@ -83,6 +145,25 @@ class ParallelConfig:
     @property
     def is_driver(self) -> bool:
         return self.rank == self.driver_rank
+
+    @property
+    def place_on_machine(self) -> tuple[int, int]:
+        """This process's number among those of all engines on this machine, and their number."""
+        if self.machine_rank is not None and self.ranks_on_machine is not None:
+            return self.machine_rank, self.ranks_on_machine
+        if self.nnodes > 1:
+            own = self.ranks_of_node(self.node_rank)
+            return own.index(self.rank), len(own)
+        engine = self.data_parallel_rank
+        if self.is_offline_engine and envs.VLLM_DP_RANK_LOCAL is not None:
+            engine = envs.VLLM_DP_RANK_LOCAL
+        rank = engine * self.world_size + self.rank
+        return rank, self.data_parallel_size * self.world_size
+
+    @property
+    def is_external(self) -> bool:
+        """True if somebody else starts the processes, each with an engine of its own."""
+        return self.distributed_executor_backend == "external_launcher"
 
     @property
     def world_size(self) -> int:

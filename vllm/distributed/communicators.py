@@ -55,6 +55,18 @@ class Communicator(Protocol):
         ...
 
 
+class DirectCommunicator(Communicator, Protocol):
+    """One whose ranks also send to each other, if there are two."""
+
+    def send(self, tensor: torch.Tensor) -> None:
+        """Hand a dense tensor to the other rank, which calls :meth:`receive_into`."""
+        ...
+
+    def receive_into(self, tensor: torch.Tensor) -> None:
+        """Fill a dense tensor with what the other rank sends."""
+        ...
+
+
 class SharedMemoryCommunicator:
     """The processes of one machine, in memory that they share (:class:`SharedMemory`).
 
@@ -112,13 +124,11 @@ class SharedMemoryCommunicator:
                 )
 
     def send(self, tensor: torch.Tensor) -> None:
-        """Hand a dense tensor to the other of two ranks, which calls :meth:`receive_into`."""
         for mine, slots in self._pieces(tensor):
             slots[self._rank].view(tensor.dtype).copy_(mine)
             self._meet()
 
     def receive_into(self, tensor: torch.Tensor) -> None:
-        """Fill a dense tensor with what the other of two ranks sends."""
         for mine, slots in self._pieces(tensor):
             self._meet()
             mine.copy_(slots[1 - self._rank].view(tensor.dtype))

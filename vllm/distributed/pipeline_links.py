@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from vllm.distributed.communicators import SharedMemoryCommunicator
+from vllm.distributed.communicators import DirectCommunicator
 
 
 class _Header(NamedTuple):
@@ -26,7 +26,7 @@ class _Header(NamedTuple):
 class Link:
     """One end of a link."""
 
-    def __init__(self, communicator: SharedMemoryCommunicator) -> None:
+    def __init__(self, communicator: DirectCommunicator) -> None:
         self._communicator = communicator
 
     def send(self, about: Any, tensors: Sequence[torch.Tensor]) -> None:

@@ -80,7 +80,17 @@ class Resolved:
     def vllm_config(self) -> VllmConfig:
         args = self.engine_args
         refuse_unless(args.data_parallel_size >= 1, args, "data_parallel_size", "use at least 1")
-        return self._make_config()
+        is_one = args.nnodes == 1 or args.data_parallel_size == 1
+        refuse_unless(is_one, args, "nnodes", "with data_parallel_size=1 only")
+        is_ours = args.distributed_executor_backend != "external_launcher"
+        name = "distributed_executor_backend"
+        refuse_unless(is_ours, args, name, "each process would write the dataset; use 'mp'")
+        config = self._make_config()
+        if config.parallel_config.is_offline_engine:
+            raise ValueError(
+                "VLLM_DP_SIZE: unset it; vllm extract shares work by data_parallel_size"
+            )
+        return config
 
     def _make_config(self) -> VllmConfig:
         return dataclasses.replace(self.engine_args, data_parallel_size=1).create_engine_config()

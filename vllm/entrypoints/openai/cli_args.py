@@ -94,6 +94,9 @@ class ServerSettings:
     """Port to listen on; 0: any free port, which the start-up summary names."""
     uds: Annotated[str, require(bool, "name a path")] | None = None
     """Unix domain socket to listen on, instead of host and port."""
+    headless: bool = False
+    """Serve nothing here, but run this machine's ranks for the engine of node 0 (--nnodes,
+    --node-rank, --master-addr)."""
     root_path: PathPrefix = ""
     """Path prefix under which a proxy serves this server; the proxy may keep or remove it in the
     requests that it passes on."""

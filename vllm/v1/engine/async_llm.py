@@ -94,6 +94,16 @@ class AsyncLLM(AsyncExtraction, AsyncWorkerCalls):
     def _start_cores(vllm_config: VllmConfig, first: CoreHandle) -> list[CoreHandle]:
         """Start one core for each rank of data parallelism, the first of which has been."""
         parallel = vllm_config.parallel_config
+        if parallel.is_external:
+            raise ValueError(
+                "distributed_executor_backend='external_launcher': the processes call LLM; a "
+                "server and AsyncLLM start their ranks themselves ('mp')"
+            )
+        if parallel.is_offline_engine:
+            raise ValueError(
+                f"VLLM_DP_SIZE={parallel.data_parallel_size} is for programs that make an LLM in "
+                "each process; unset it, and use data_parallel_size"
+            )
         if parallel.data_parallel_size == 1:
             first.configure(vllm_config)
             return [first]

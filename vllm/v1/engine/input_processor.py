@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from numbers import Integral
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -68,6 +69,9 @@ class InputProcessor:
         eos = None if tokenizer is None else tokenizer.eos_token_id
         ids = [*model_config.get_eos_token_ids(), *([] if eos is None else [eos])]
         self._eos_token_ids = tuple(dict.fromkeys(ids))
+        self._number: Iterator[int] | None = None
+        if vllm_config.parallel_config.is_external:
+            self._number = itertools.count()  # the same in all processes
 
     def process(
         self,
@@ -222,7 +226,7 @@ class InputProcessor:
             salt = f"{salt or ''}\0steering:{steering_digest(specs)}"
         self._check_length(len(token_ids), params)
         request = EngineCoreRequest(
-            request_id=f"{external_id}-{uuid.uuid4().hex[:8]}",  # clients may use an id again
+            request_id=f"{external_id}-{self._suffix()}",  # clients may use an id again
             prompt_token_ids=token_ids,
             sampling_params=self._resolve(params, len(token_ids)),
             eos_token_ids=self._eos_token_ids,
@@ -233,6 +237,9 @@ class InputProcessor:
             lora_request=lora_request,
         )
         return ProcessedInput(external_id, request, parsed.text)
+
+    def _suffix(self) -> str:
+        return uuid.uuid4().hex[:8] if self._number is None else f"{next(self._number):08x}"
 
     def tokenize(
         self, text: str, *, may_be_long: bool = False, add_special_tokens: bool = True

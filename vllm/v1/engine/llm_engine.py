@@ -37,10 +37,11 @@ class LLMEngine(EngineFrontEnd):
 
     def __init__(self, vllm_config: VllmConfig) -> None:
         super().__init__(vllm_config)
-        if (size := vllm_config.parallel_config.data_parallel_size) > 1:
+        parallel = vllm_config.parallel_config
+        if (size := parallel.data_parallel_size) > 1 and not parallel.is_offline_engine:
             raise ValueError(
                 f"data_parallel_size={size}: LLM has one engine; use AsyncLLM, vllm serve or vllm "
-                "extract, or make an LLM in each of several processes"
+                "extract, or make an LLM in each of several processes (VLLM_DP_RANK, VLLM_DP_SIZE)"
             )
         self.engine_core = EngineCore(vllm_config)
         self._shutdown = weakref.finalize(self, self.engine_core.shutdown)

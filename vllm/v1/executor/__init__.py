@@ -11,7 +11,18 @@ if TYPE_CHECKING:
 
 def create_executor(vllm_config: VllmConfig) -> UniProcExecutor:
     """Create the executor of ``parallel_config``."""
+    if (node := vllm_config.parallel_config.node_rank) > 0:
+        raise ValueError(
+            f"node_rank={node}: only node 0 has an engine; run `vllm serve MODEL --headless` here, "
+            "with the options of node 0"
+        )
     # Imported late: they load the worker, the models' layers and their operations.
+    if vllm_config.parallel_config.is_external:
+        from vllm.v1.executor.external_launcher import ExternalLauncherExecutor, place_ranks
+
+        vllm_config.parallel_config = place_ranks(vllm_config.parallel_config)
+        if vllm_config.parallel_config.world_size > 1:
+            return ExternalLauncherExecutor(vllm_config)
     if vllm_config.parallel_config.world_size == 1:
         from vllm.v1.executor.uniproc_executor import UniProcExecutor
 

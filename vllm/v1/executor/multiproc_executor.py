@@ -16,15 +16,12 @@ new group, and the next call begins. If a process ends or does not answer, the e
 from __future__ import annotations
 
 import copy
-import os
 import pickle
 import platform
-import signal
 import threading
-import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -37,14 +34,20 @@ from vllm.distributed.pipeline_links import NO_LINKS
 from vllm.exceptions import Failure, FailureError, FailureKind
 from vllm.logger import init_logger, log_format
 from vllm.model_classes import ModelRegistry
-from vllm.model_executor.layers.linear import RowParallelLinear
 from vllm.ops.ranks import meet_ranks
-from vllm.utils.child_process import ChildProcess, private_folder
 from vllm.v1.core.kv_cache_utils import plan_layout
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine.core_messages import WorkerCall
-from vllm.v1.executor.rank_messages import RankAnswer, RankCall, RankSettings
-from vllm.v1.executor.rank_wiring import Connections, Wiring
+from vllm.v1.executor.gloo_wiring import GlooWiring
+from vllm.v1.executor.nodes import Nodes
+from vllm.v1.executor.rank_clients import RankClient, RankDiedError, RankProcess
+from vllm.v1.executor.rank_messages import (
+    RankAnswer,
+    RankCall,
+    RankSettings,
+    raise_first_failure,
+)
+from vllm.v1.executor.rank_wiring import Wiring
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import ModelRunnerOutput, PendingOutput
@@ -52,82 +55,11 @@ from vllm.v1.worker.pipeline import pool_share
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.model_executor.hook_points import HookPoint
 
 logger = init_logger(__name__)
 
-POLL_MILLISECONDS = 200
 END_SECONDS = 5.0
 """Time that a process has to end before it is killed."""
-KEPT_ANSWERS = 8
-"""Calls whose answers may be read again: those of a step are, when the next one fails."""
-STACKS_SECONDS = 1.0
-"""Time that a process which hangs has to write its stacks into the log."""
-
-
-class RankDiedError(Exception):
-    """A rank's process ended or hangs; the message says which and how."""
-
-
-class RankProcess(ChildProcess):
-    """Another rank's process, with the calls that it was sent."""
-
-    def __init__(
-        self, context: zmq.Context[Any], rank: int, timeout_seconds: float, files: Sequence[int]
-    ) -> None:
-        self.rank = rank
-        self._timeout_seconds = timeout_seconds
-        self._answers: dict[int, RankAnswer] = {}
-        folder = private_folder("vllm-rank-")
-        self._socket = context.socket(zmq.PAIR)
-        self._socket.bind(f"ipc://{folder}/calls")
-        super().__init__("vllm.v1.executor.rank_process", folder, files)
-
-    def call(self, message: bytes) -> None:
-        """Send a call. RankDiedError: the process does not take it."""
-        deadline = time.monotonic() + self._timeout_seconds
-        # A socket whose other end is gone, or never came, would wait for ever.
-        while not self._socket.poll(POLL_MILLISECONDS, zmq.POLLOUT):
-            self._check((self,), deadline)
-        self._socket.send(message)
-
-    def answer(self, number: int, ranks: Sequence[RankProcess]) -> RankAnswer:
-        """Wait for the answer to a call. RankDiedError: it does not come, or one of ``ranks``, for
-        which this one may wait, ended.
-        """
-        deadline = time.monotonic() + self._timeout_seconds
-        while number not in self._answers:
-            if self._socket.poll(POLL_MILLISECONDS):
-                answer: RankAnswer = pickle.loads(self._socket.recv())
-                self._answers[answer.number] = answer
-            else:
-                self._check((self, *ranks), deadline)
-        for old in [one for one in self._answers if one <= number - KEPT_ANSWERS]:
-            del self._answers[old]
-        return self._answers[number]
-
-    def _check(self, ranks: Sequence[RankProcess], deadline: float) -> None:
-        """RankDiedError: one of ``ranks`` ended, or the time is up."""
-        if ended := [one for one in ranks if one.status is not None]:
-            raise RankDiedError(
-                f"the process of rank {ended[0].rank} ended with status {ended[0].status}"
-            )
-        if time.monotonic() > deadline:
-            self._write_stacks()
-            raise RankDiedError(
-                f"rank {self.rank} has not answered for {self._timeout_seconds:g} s "
-                "(distributed_timeout_seconds); its stacks are in the log"
-            )
-
-    def _write_stacks(self) -> None:
-        with suppress(ProcessLookupError):
-            os.kill(self.pid, signal.SIGUSR1)
-            time.sleep(STACKS_SECONDS)
-
-    def dismiss(self) -> None:
-        """Ask the process to end."""
-        with suppress(zmq.ZMQError):
-            self._socket.send(pickle.dumps(None), zmq.NOBLOCK)
 
 
 @dataclass
@@ -155,7 +87,8 @@ class MultiprocExecutor(UniProcExecutor):
         self._waiting: deque[_WaitingStep] = deque()
         self._group, self._links = ALONE, NO_LINKS
         self._num_calls = self._num_groups = 0
-        self._others: list[RankProcess] = []
+        self._others: list[RankClient] = []
+        self._nodes: Nodes | None = None
         self._death, self._is_ending = threading.Lock(), False
         try:
             self._start_others()
@@ -178,26 +111,28 @@ class MultiprocExecutor(UniProcExecutor):
                 f"{parallel.pipeline_parallel_size}: on {platform.machine()} ranks need this "
                 "package's compiled kernels; use 1"
             )
-        wiring = Wiring.make(parallel)
+        if parallel.nnodes > 1:
+            self._nodes = Nodes(self._config)
+            self._others += self._nodes.make_ranks(self._context)
+            wiring: Wiring | GlooWiring = self._nodes.wiring
+        else:
+            wiring = Wiring.make(parallel)
+        here: list[RankProcess] = []
         try:
-            self._connections = Connections(parallel, wiring)
-            for rank in range(parallel.world_size):
+            self._connections = wiring.open(parallel)
+            for rank in parallel.ranks_of_node(0):
                 seconds = parallel.distributed_timeout_seconds
                 if rank != parallel.rank:
-                    process = RankProcess(self._context, rank, seconds, wiring.files)
-                    self._others.append(process)
+                    here.append(RankProcess(self._context, rank, seconds, wiring.files))
         finally:
             wiring.close()
-        for other in self._others:
+            self._others = sorted([*self._others, *here], key=lambda other: other.rank)
+        for process in here:
             config = copy.copy(self._config)
-            config.parallel_config = replace(parallel, rank=other.rank)
+            config.parallel_config = replace(parallel, rank=process.rank)
             models = ModelRegistry.snapshot()
-            try:
-                other.send(RankSettings(config, wiring, models, log_format()))
-            except BrokenPipeError:
-                raise RankDiedError(
-                    f"the process of rank {other.rank} ended before it started; its log says why"
-                ) from None
+            process.send(RankSettings(config, wiring, models, log_format()))
+        for other in self._others:
             threading.Thread(target=self._watch, args=(other,), daemon=True).start()
 
     def determine_available_memory(self) -> int:
@@ -260,16 +195,6 @@ class MultiprocExecutor(UniProcExecutor):
             except Exception as error:
                 step.outcome = error
 
-    def find_hooks(self, names: Iterable[str]) -> list[HookPoint]:
-        points = super().find_hooks(names)
-        for point in points if self._group.world_size > 1 else ():
-            if point.part == "input" and isinstance(point.module, RowParallelLinear):
-                raise ValueError(
-                    f"hooks: {point.names[0]!r} is cut over the ranks of tensor_parallel_size="
-                    f"{self._group.world_size}; leave it out, or use tensor_parallel_size=1"
-                )
-        return points
-
     def shutdown(self) -> None:
         super().shutdown()
         self._end_others()
@@ -309,7 +234,7 @@ class MultiprocExecutor(UniProcExecutor):
     def _results(self, number: int) -> Sequence[Any]:
         """Wait for the others to end a call. FailureError: one of them failed by itself."""
         answers = [other.answer(number, self._others) for other in self._others]
-        _raise_first_failure(answers, self._others)
+        self._raise_first_failure(answers)
         return [answer.result for answer in answers]
 
     def _confirm(self, number: int, output: object) -> None:
@@ -329,8 +254,11 @@ class MultiprocExecutor(UniProcExecutor):
                 self._die(death)
                 raise FailureError(Failure(FailureKind.ENGINE_DEAD, str(death))) from error
             if isinstance(error, GroupClosedError):  # the others have the reason
-                _raise_first_failure(answers, self._others)
+                self._raise_first_failure(answers)
             raise
+
+    def _raise_first_failure(self, answers: Sequence[RankAnswer]) -> None:
+        raise_first_failure(zip((other.rank for other in self._others), answers, strict=True))
 
     def _meet(self, number: int | None = None) -> list[RankAnswer]:
         """Form a new group; returns what the others answered to call ``number`` before that.
@@ -345,18 +273,21 @@ class MultiprocExecutor(UniProcExecutor):
         )
         self._num_groups += 1
         joined = self._call("join", self._num_groups)
+        try:  # before the answers, because over TCP they come when all are there
+            self._group, self._links = self._connections.join(
+                self._num_groups, lambda: all(other.ending is None for other in self._others)
+            )
+        except GroupClosedError as late:
+            raise RankDiedError(str(late)) from late
         for other in self._others:
             other.answer(joined, self._others)
-        self._group, self._links = self._connections.join(
-            self._num_groups, lambda: all(other.is_alive for other in self._others)
-        )
         return answers
 
-    def _watch(self, other: RankProcess) -> None:
+    def _watch(self, other: RankClient) -> None:
         """Take in the end of a process also while nothing is computed."""
-        status = other.wait()
+        other.wait_for_end()
         if not self._is_ending:
-            self._die(RankDiedError(f"the process of rank {other.rank} ended with status {status}"))
+            self._die(RankDiedError(other.ending))
 
     def _die(self, death: RankDiedError) -> None:
         with self._death:
@@ -371,18 +302,8 @@ class MultiprocExecutor(UniProcExecutor):
         self._is_ending = True
         for other in self._others:
             other.dismiss()
+        grace_seconds = 0.0 if self.dead_because else END_SECONDS
         for other in self._others:
-            other.end(0.0 if self.dead_because else END_SECONDS)
+            other.end(grace_seconds)
         self._others = []
         self._context.destroy(linger=0)
-
-
-def _raise_first_failure(answers: Sequence[RankAnswer], ranks: Sequence[RankProcess]) -> None:
-    """Raise what ended a call for all ranks, if one of these ranks knows it."""
-    failed = [pair for pair in zip(answers, ranks, strict=True) if pair[0].failure is not None]
-    for answer, rank in sorted(failed, key=lambda pair: pair[0].was_cut_off):
-        assert answer.failure is not None
-        if answer.failure.kind is FailureKind.BAD_REQUEST:
-            raise ValueError(answer.failure.message)
-        message = f"rank {rank.rank}: {answer.failure.message}"
-        raise FailureError(Failure(answer.failure.kind, message))

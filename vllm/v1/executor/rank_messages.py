@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from vllm.config import VllmConfig
-from vllm.exceptions import Failure
+from vllm.distributed.communicators import GroupClosedError
+from vllm.exceptions import Failure, FailureError, FailureKind, kind_of
 from vllm.logger import LogFormat
+from vllm.v1.executor.gloo_wiring import GlooWiring
 from vllm.v1.executor.rank_wiring import Wiring
+
+
+class CallsPlace(NamedTuple):
+    """The socket at which another node's rank takes its calls."""
+
+    url: str
+    key: str
+    """The engine's public key (CURVE), which only its nodes know."""
 
 
 @dataclass(frozen=True)
@@ -16,11 +27,13 @@ class RankSettings:
     """Everything that a rank's process needs to know."""
 
     vllm_config: VllmConfig
-    wiring: Wiring
-    """Its descriptors are inherited by the process."""
+    wiring: Wiring | GlooWiring
+    """Descriptors in it are inherited by the process."""
     models: dict[str, str]
     """Architectures registered in the engine core's process: name -> "module:Class"."""
     log_format: LogFormat
+    calls: CallsPlace | None = None
+    """None: a socket in the process's folder."""
 
 
 class RankCall(NamedTuple):
@@ -40,3 +53,23 @@ class RankAnswer(NamedTuple):
     failure: Failure | None = None
     was_cut_off: bool = False
     """True if the call failed because another rank had left the group."""
+
+
+def failed_answer(number: int, error: BaseException) -> RankAnswer:
+    """Return the answer to a call that ended with this error."""
+    was_cut_off, is_refusal = (isinstance(error, c) for c in (GroupClosedError, ValueError))
+    kind = FailureKind.BAD_REQUEST if is_refusal else kind_of(error, FailureKind.STEP_FAILED)
+    says_all = is_refusal or isinstance(error, FailureError)
+    failure = Failure(kind, str(error) if says_all else f"{type(error).__name__}: {error}")
+    return RankAnswer(number, failure=failure, was_cut_off=was_cut_off)
+
+
+def raise_first_failure(answers: Iterable[tuple[int, RankAnswer]]) -> None:
+    """Raise what ended a call for all ranks, if one of these ranks knows it."""
+    failed = [pair for pair in answers if pair[1].failure is not None]
+    for rank, answer in sorted(failed, key=lambda pair: pair[1].was_cut_off):
+        assert answer.failure is not None
+        if answer.failure.kind is FailureKind.BAD_REQUEST:
+            raise ValueError(answer.failure.message)
+        message = f"rank {rank}: {answer.failure.message}"
+        raise FailureError(Failure(answer.failure.kind, message))

@@ -18,7 +18,6 @@ import zmq
 from vllm.distributed.communicators import GroupClosedError
 from vllm.distributed.parallel_state import ALONE, use_groups
 from vllm.distributed.pipeline_links import NO_LINKS
-from vllm.exceptions import Failure, FailureKind, kind_of
 from vllm.logger import init_logger, set_log_format
 from vllm.model_classes import ModelRegistry
 from vllm.plugins import load_general_plugins
@@ -26,8 +25,13 @@ from vllm.utils.child_process import receive_settings
 from vllm.utils.gc_utils import settle_garbage_collector
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine.core_messages import WorkerCall
-from vllm.v1.executor.rank_messages import RankAnswer, RankCall, RankSettings
-from vllm.v1.executor.rank_wiring import Connections
+from vllm.v1.executor.rank_messages import (
+    CallsPlace,
+    RankAnswer,
+    RankCall,
+    RankSettings,
+    failed_answer,
+)
 from vllm.v1.executor.uniproc_executor import call_worker, worker_class
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.gpu_worker import Worker
@@ -43,7 +47,7 @@ class Rank:
     def __init__(self, settings: RankSettings) -> None:
         self._config = settings.vllm_config
         self._rank = self._config.parallel_config.rank
-        self._connections = Connections(self._config.parallel_config, settings.wiring)
+        self._connections = settings.wiring.open(self._config.parallel_config)
         self._group, self._links = ALONE, NO_LINKS
         self._has_left = False
         """True after a failure, until there is a new group."""
@@ -56,13 +60,9 @@ class Rank:
             return RankAnswer(call.number, result)
         except Exception as error:
             self._leave()
-            was_cut_off, is_refusal = (isinstance(error, c) for c in (GroupClosedError, ValueError))
-            if not was_cut_off and not is_refusal:
+            if not isinstance(error, (GroupClosedError, ValueError)):
                 logger.exception("rank %d: %s failed", self._rank, call.method)
-            kind = kind_of(error, FailureKind.STEP_FAILED)
-            text = str(error) if is_refusal else f"{type(error).__name__}: {error}"
-            failure = Failure(FailureKind.BAD_REQUEST if is_refusal else kind, text)
-            return RankAnswer(call.number, failure=failure, was_cut_off=was_cut_off)
+            return failed_answer(call.number, error)
 
     def join(self, generation: int) -> None:
         """Leave the group for a new one."""
@@ -97,6 +97,15 @@ class Rank:
         return call_worker(self.worker, call)
 
 
+def _connect(socket: zmq.Socket[bytes], folder: str, place: CallsPlace | None) -> None:
+    if place is None:
+        socket.connect(f"ipc://{folder}/calls")
+        return
+    socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
+    socket.curve_serverkey = place.key.encode()
+    socket.connect(place.url)
+
+
 def main() -> int:
     # Signals may reach the whole process group; the engine core decides what they mean.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -110,7 +119,7 @@ def main() -> int:
     settle_garbage_collector()
     context: zmq.Context[Any] = zmq.Context()
     with context.socket(zmq.PAIR) as socket:
-        socket.connect(f"ipc://{folder}/calls")
+        _connect(socket, folder, settings.calls)
         while True:
             call: RankCall | None = pickle.loads(socket.recv())
             if call is None:

@@ -1,4 +1,4 @@
-"""The memory by which the processes of an engine are connected, and each one's ends of it."""
+"""The connections of the processes of an engine: which groups there are, and how they are made."""
 
 from __future__ import annotations
 
@@ -7,38 +7,73 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from vllm.config import ParallelConfig
-from vllm.distributed.communicators import SharedMemory, SharedMemoryCommunicator
+from vllm.distributed.communicators import (
+    DirectCommunicator,
+    SharedMemory,
+    SharedMemoryCommunicator,
+)
 from vllm.distributed.parallel_state import GroupCoordinator
 from vllm.distributed.pipeline_links import Link, PipelineLinks
 
-Pair = tuple[int, int]
-"""Ranks of a sender and a receiver."""
+
+class Place(NamedTuple):
+    """A connection of some ranks."""
+
+    kind: str
+    """"stage": all ranks of a stage; "stream": from a rank to the same one of the next stage;
+    "tokens": from a rank of the last stage to the same one of another."""
+    ranks: tuple[int, ...]
+
+
+def places_of(parallel: ParallelConfig) -> Iterator[Place]:
+    """Yield all connections of an engine, in an order that all processes have."""
+    size, last = parallel.tensor_parallel_size, parallel.driver_rank
+    for first in range(0, last + 1, size) if size > 1 else ():
+        yield Place("stage", tuple(range(first, first + size)))
+    for rank in range(last):
+        yield Place("stream", (rank, rank + size))
+    for rank in range(last):
+        yield Place("tokens", (last + rank % size, rank))
+
+
+def connect(
+    parallel: ParallelConfig, make: Callable[[Place], DirectCommunicator]
+) -> tuple[GroupCoordinator, PipelineLinks]:
+    """Return the group of the stage's ranks and the links to other stages, both new."""
+    rank, size = parallel.rank, parallel.tensor_parallel_size
+    made = {place: make(place) for place in places_of(parallel) if rank in place.ranks}
+    links = {place: Link(one) for place, one in made.items() if place.kind != "stage"}
+    tokens = [(place.ranks, link) for place, link in links.items() if place.kind == "tokens"]
+    group = next((one for place, one in made.items() if place.kind == "stage"), None)
+    context = parallel.decode_context_parallel_size
+    return GroupCoordinator(rank % size, size, group, context), PipelineLinks(
+        parallel.stage,
+        parallel.pipeline_parallel_size,
+        links.get(Place("stream", (rank - size, rank))),
+        links.get(Place("stream", (rank, rank + size))),
+        next((link for (_, to), link in tokens if to == rank), None),
+        tuple(link for (sender, _), link in tokens if sender == rank),
+    )
 
 
 class Wiring(NamedTuple):
     """Files of shared memory, by descriptors that all processes have."""
 
-    stages: list[int]
-    """One for the ranks of each stage."""
-    streams: dict[Pair, int]
-    """From a rank to the same one of the next stage."""
-    tokens: dict[Pair, int]
-    """From a rank of the last stage to the same one of each other."""
+    of_places: dict[Place, int]
 
     @classmethod
     def make(cls, parallel: ParallelConfig) -> Wiring:
-        size, stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
-        others = range((stages - 1) * size)
-        last = parallel.driver_rank
         return cls(
-            [SharedMemory.make_file(size) for _ in range(stages)],
-            {(rank, rank + size): SharedMemory.make_file(2) for rank in others},
-            {(last + rank % size, rank): SharedMemory.make_file(2) for rank in others},
+            {place: SharedMemory.make_file(len(place.ranks)) for place in places_of(parallel)}
         )
 
     @property
     def files(self) -> list[int]:
-        return [*self.stages, *self.streams.values(), *self.tokens.values()]
+        return list(self.of_places.values())
+
+    def open(self, parallel: ParallelConfig) -> Connections:
+        """Take this process's share. ValueError: there is not enough memory."""
+        return Connections(parallel, self)
 
     def close(self) -> None:
         """Close this process's descriptors; memory that is in use stays."""
@@ -52,41 +87,21 @@ class Connections:
     def __init__(self, parallel: ParallelConfig, wiring: Wiring) -> None:
         """ValueError: there is not enough memory."""
         self._parallel = parallel
-        size = parallel.tensor_parallel_size
-        self._group = SharedMemory(wiring.stages[parallel.stage], size)
-        self._streams = dict(self._own(wiring.streams))
-        self._tokens = dict(self._own(wiring.tokens))
-
-    def _own(self, files: dict[Pair, int]) -> Iterator[tuple[Pair, SharedMemory]]:
-        for pair, file in files.items():
-            if self._parallel.rank in pair:
-                yield pair, SharedMemory(file, 2)
+        self._memories = {
+            place: SharedMemory(file, len(place.ranks))
+            for place, file in wiring.of_places.items()
+            if parallel.rank in place.ranks
+        }
 
     def join(
         self, generation: int, are_others_alive: Callable[[], bool] = lambda: True
     ) -> tuple[GroupCoordinator, PipelineLinks]:
         """Return the group of the stage's ranks and the links to other stages, both new."""
-        parallel, seconds = self._parallel, self._parallel.distributed_timeout_seconds
-        rank, size = parallel.rank, parallel.tensor_parallel_size
-        group = SharedMemoryCommunicator(
-            self._group, rank % size, generation, seconds, are_others_alive
-        )
+        rank, seconds = self._parallel.rank, self._parallel.distributed_timeout_seconds
 
-        def link(pair: Pair, memory: SharedMemory) -> Link:
-            end = pair.index(rank)
-            return Link(
-                SharedMemoryCommunicator(memory, end, generation, seconds, are_others_alive)
-            )
+        def make(place: Place) -> DirectCommunicator:
+            end = place.ranks.index(rank)
+            memory = self._memories[place]
+            return SharedMemoryCommunicator(memory, end, generation, seconds, are_others_alive)
 
-        streams = {pair: link(pair, memory) for pair, memory in self._streams.items()}
-        tokens = {pair: link(pair, memory) for pair, memory in self._tokens.items()}
-        links = PipelineLinks(
-            parallel.stage,
-            parallel.pipeline_parallel_size,
-            streams.get((rank - size, rank)),
-            streams.get((rank, rank + size)),
-            next((one for (_, to), one in tokens.items() if to == rank), None),
-            tuple(one for (sender, _), one in tokens.items() if sender == rank),
-        )
-        context = parallel.decode_context_parallel_size
-        return GroupCoordinator(rank % size, size, group, context), links
+        return connect(self._parallel, make)

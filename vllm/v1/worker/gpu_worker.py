@@ -37,8 +37,7 @@ class Worker:
         self.platform = vllm_config.device_config.platform
         self.platform.prepare_process()
         parallel = vllm_config.parallel_config
-        self._num_ranks = parallel.world_size * parallel.data_parallel_size  # on this machine
-        rank = parallel.data_parallel_rank * parallel.world_size + parallel.rank
+        rank, self._num_ranks = parallel.place_on_machine
         self.platform.set_num_threads(rank, self._num_ranks)
         self.model_runner = GPUModelRunner(vllm_config, self.device)
         self._asleep: frozenset[str] = frozenset()  # tags of the memory that is freed

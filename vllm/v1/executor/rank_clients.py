@@ -1,0 +1,135 @@
+"""The engine's process's view of the other ranks: their calls, their answers, and their ends."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+import zmq
+
+from vllm.utils.child_process import ChildProcess, private_folder
+from vllm.v1.executor.rank_messages import RankAnswer, RankSettings
+
+POLL_MILLISECONDS = 200
+KEPT_ANSWERS = 8
+"""Calls whose answers may be read again: those of a step are, when the next one fails."""
+STACKS_SECONDS = 1.0
+"""Time that a process which hangs has to write its stacks into the log."""
+
+
+class RankDiedError(Exception):
+    """A rank's process ended or hangs; the message says which and how."""
+
+
+class RankClient(ABC):
+    """Another rank, with the calls that it was sent."""
+
+    def __init__(self, rank: int, socket: zmq.Socket[bytes], timeout_seconds: float) -> None:
+        self.rank = rank
+        self._socket, self._timeout_seconds = socket, timeout_seconds
+        self._answers: dict[int, RankAnswer] = {}
+
+    @property
+    @abstractmethod
+    def ending(self) -> str | None:
+        """A sentence about how the process ended; None: it runs."""
+
+    @abstractmethod
+    def wait_for_end(self) -> None:
+        """Return when the process has ended."""
+
+    @abstractmethod
+    def write_stacks(self) -> None:
+        """Let the process write what it does into its log."""
+
+    @abstractmethod
+    def end(self, grace_seconds: float) -> None:
+        """Give the process ``grace_seconds`` to end, then kill it."""
+
+    def call(self, message: bytes) -> None:
+        """Send a call. RankDiedError: the process does not take it."""
+        deadline = time.monotonic() + self._timeout_seconds
+        # A socket whose other end is gone, or never came, would wait for ever.
+        while not self._socket.poll(POLL_MILLISECONDS, zmq.POLLOUT):
+            self._check((self,), deadline)
+        self._socket.send(message)
+
+    def answer(self, number: int, ranks: Sequence[RankClient]) -> RankAnswer:
+        """Wait for the answer to a call. RankDiedError: it does not come, or one of ``ranks``, for
+        which this one may wait, ended.
+        """
+        deadline = time.monotonic() + self._timeout_seconds
+        while number not in self._answers:
+            if self._socket.poll(POLL_MILLISECONDS):
+                answer: RankAnswer = pickle.loads(self._socket.recv())
+                self._answers[answer.number] = answer
+            else:
+                self._check((self, *ranks), deadline)
+        for old in [one for one in self._answers if one <= number - KEPT_ANSWERS]:
+            del self._answers[old]
+        return self._answers[number]
+
+    def _check(self, ranks: Sequence[RankClient], deadline: float) -> None:
+        """RankDiedError: one of ``ranks`` ended, or the time is up."""
+        if endings := [one.ending for one in ranks if one.ending is not None]:
+            raise RankDiedError(endings[0])
+        if time.monotonic() > deadline:
+            self.write_stacks()
+            time.sleep(STACKS_SECONDS)
+            raise RankDiedError(
+                f"rank {self.rank} has not answered for {self._timeout_seconds:g} s "
+                "(distributed_timeout_seconds); its stacks are in the log"
+            )
+
+    def dismiss(self) -> None:
+        """Ask the process to end."""
+        with suppress(zmq.ZMQError):
+            self._socket.send(pickle.dumps(None), zmq.NOBLOCK)
+
+
+class RankProcess(RankClient):
+    """A rank's process on this machine."""
+
+    def __init__(
+        self, context: zmq.Context[Any], rank: int, timeout_seconds: float, files: Sequence[int]
+    ) -> None:
+        folder = private_folder("vllm-rank-")
+        socket = context.socket(zmq.PAIR)
+        socket.bind(f"ipc://{folder}/calls")
+        super().__init__(rank, socket, timeout_seconds)
+        self._process = ChildProcess("vllm.v1.executor.rank_process", folder, files)
+
+    def send(self, settings: RankSettings) -> None:
+        """Let the process begin. RankDiedError: it has ended."""
+        try:
+            self._process.send(settings)
+        except BrokenPipeError:
+            raise RankDiedError(
+                f"the process of rank {self.rank} ended before it started; its log says why"
+            ) from None
+
+    @property
+    def ending(self) -> str | None:
+        status = self._process.status
+        return None if status is None else ending_of(self.rank, status)
+
+    def wait_for_end(self) -> None:
+        self._process.wait()
+
+    def write_stacks(self) -> None:
+        with suppress(ProcessLookupError):
+            os.kill(self._process.pid, signal.SIGUSR1)
+
+    def end(self, grace_seconds: float) -> None:
+        self._process.end(grace_seconds)
+
+
+def ending_of(rank: int, status: int) -> str:
+    """Say how a rank's process ended."""
+    return f"the process of rank {rank} ended with status {status}"
