@@ -169,6 +169,22 @@ def get_world_group() -> GroupCoordinator:
     return GroupCoordinator(rank, links.num_stages * group.world_size)
 
 
+def values_of_all_ranks(value: T) -> list[T]:
+    """Return the values of all ranks of an engine, in their order; all of them call this with one
+    that can be pickled."""
+    group, links = get_tp_group(), get_pipeline_links()
+    values = [group.broadcast_object(value, rank) for rank in range(group.world_size)]
+    if links.before is not None:
+        values = [*links.before.receive()[0], *values]
+    if links.after is not None:
+        links.after.send(values, [])
+        assert links.tokens_from is not None
+        return list(links.tokens_from.receive()[0])
+    for link in links.tokens_to:
+        link.send(values, [])
+    return values
+
+
 def get_dp_group() -> GroupCoordinator:
     """Return the group of the ranks that each serve other requests: one rank."""
     return ALONE

@@ -23,7 +23,7 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -37,13 +37,12 @@ from vllm.distributed.pipeline_links import NO_LINKS
 from vllm.exceptions import Failure, FailureError, FailureKind
 from vllm.logger import init_logger, log_format
 from vllm.model_classes import ModelRegistry
-from vllm.model_executor.layers.linear import RowParallelLinear
 from vllm.ops.ranks import meet_ranks
 from vllm.utils.child_process import ChildProcess, private_folder
 from vllm.v1.core.kv_cache_utils import plan_layout
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine.core_messages import WorkerCall
-from vllm.v1.executor.rank_messages import RankAnswer, RankCall, RankSettings
+from vllm.v1.executor.rank_messages import RankAnswer, RankCall, RankNote, RankSettings
 from vllm.v1.executor.rank_wiring import Connections, Wiring
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -52,7 +51,7 @@ from vllm.v1.worker.pipeline import pool_share
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.model_executor.hook_points import HookPoint
+    from vllm.lora.request import LoRARequest
 
 logger = init_logger(__name__)
 
@@ -143,6 +142,7 @@ class MultiprocExecutor(UniProcExecutor):
         vllm_config.model_config.stage_of(parallel)  # raises before processes start
         self._has_stages = parallel.pipeline_parallel_size > 1
         self._waiting: deque[_WaitingStep] = deque()
+        self._notes: list[RankNote] = []
         self._group, self._links = ALONE, NO_LINKS
         self._num_calls = self._num_groups = 0
         self._others: list[RankProcess] = []
@@ -247,15 +247,17 @@ class MultiprocExecutor(UniProcExecutor):
             except Exception as error:
                 step.outcome = error
 
-    def find_hooks(self, names: Iterable[str]) -> list[HookPoint]:
-        points = super().find_hooks(names)
-        for point in points if self._group.world_size > 1 else ():
-            if point.part == "input" and isinstance(point.module, RowParallelLinear):
-                raise ValueError(
-                    f"hooks: {point.names[0]!r} is cut over the ranks of tensor_parallel_size="
-                    f"{self._group.world_size}; leave it out, or use tensor_parallel_size=1"
-                )
-        return points
+    def choose_adapter(self, request_id: str, lora_request: LoRARequest) -> str:
+        adapters = self.worker.model_runner.adapters
+        if not adapters.has(lora_request):  # and so no rank has it
+            with self._together("load_adapter", lora_request):
+                adapters.load(lora_request)
+        self._notes.append(RankNote("choose_adapter", (request_id, lora_request)))
+        return adapters.choose(request_id, lora_request)
+
+    def drop_adapter(self, request_id: str) -> None:
+        self._notes.append(RankNote("drop_adapter", (request_id,)))
+        super().drop_adapter(request_id)
 
     def shutdown(self) -> None:
         super().shutdown()
@@ -279,12 +281,13 @@ class MultiprocExecutor(UniProcExecutor):
             raise FailureError(Failure(FailureKind.ENGINE_DEAD, self.dead_because))
         self._num_calls += 1
         try:
-            message = pickle.dumps(RankCall(self._num_calls, method, args))
+            message = pickle.dumps(RankCall(self._num_calls, method, args, self._notes))
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise ValueError(
                 f"{method}: other ranks cannot be told: {error}; pass what can be pickled, such as "
                 "a folder or a dict of tensors"
             ) from error
+        self._notes = []
         for other in self._others:
             other.call(message)
         return self._num_calls

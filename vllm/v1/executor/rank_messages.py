@@ -23,6 +23,14 @@ class RankSettings:
     log_format: LogFormat
 
 
+class RankNote(NamedTuple):
+    """Something that a rank has to do before its next call; it cannot fail and has no result."""
+
+    method: str
+    """A method of ``rank_process.Rank``."""
+    args: tuple[Any, ...]
+
+
 class RankCall(NamedTuple):
     """Something that all ranks do at the same time."""
 
@@ -30,6 +38,7 @@ class RankCall(NamedTuple):
     method: str
     """A method of ``rank_process.Rank``."""
     args: tuple[Any, ...]
+    notes: list[RankNote]
 
 
 class RankAnswer(NamedTuple):

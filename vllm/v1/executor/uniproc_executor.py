@@ -89,7 +89,9 @@ class UniProcExecutor:
     def choose_adapter(self, request_id: str, lora_request: LoRARequest) -> str:
         """Load a request's adapter before it begins; returns a digest. ValueError: it cannot be
         used."""
-        return self.worker.model_runner.adapters.choose(request_id, lora_request)
+        adapters = self.worker.model_runner.adapters
+        adapters.load(lora_request)
+        return adapters.choose(request_id, lora_request)
 
     def drop_adapter(self, request_id: str) -> None:
         """Undo :meth:`choose_adapter`, for a request that was refused."""
