@@ -110,6 +110,20 @@ def fail_to_read_adapter(worker: Any, failing_rank: int) -> None:
     step_adapters.load_adapter = fail
 
 
+def fail_in_next_update(worker: Any, failing_rank: int) -> None:
+    """Let one rank run out of memory when it writes the next new weights."""
+    if rank(worker) != failing_rank:
+        return
+    model = worker.model_runner.model
+    load_weights = model.load_weights
+
+    def fail(weights: Any) -> None:
+        model.load_weights = load_weights
+        raise MemoryError("planted")
+
+    model.load_weights = fail
+
+
 def _second_layer(worker: Any) -> Any:
     runner = worker.model_runner
     return runner.model.model.layers[runner.pipeline.stage.first_layer + 1]

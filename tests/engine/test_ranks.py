@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +24,7 @@ from tests.grids import at_night
 from tests.models.checkpoints import make_checkpoint
 from tests.models.oracle import relative_error
 from vllm import LLM, AsyncEngineArgs, AsyncLLM, SamplingParams, SteeringVector
+from vllm.exceptions import FailureError
 from vllm.hidden_states import ExtractRequest, HiddenStatesError, HiddenStatesSample
 from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -150,6 +153,37 @@ def test_weights_change_on_all_ranks(pair: LLM, checkpoint: Checkpoint, tmp_path
     pair.wake_up()
     pair.update_weights(load_file(checkpoint("llama") / "model.safetensors"))
     assert same_bits(results(pair), before)
+
+
+def test_an_update_that_fails_on_one_rank_leaves_no_mixed_weights(
+    pair: LLM, checkpoint: Checkpoint
+) -> None:
+    before, weights = results(pair), load_file(checkpoint("llama") / "model.safetensors")
+    for failing_rank in (0, 1):
+        pair.collective_rpc(rank_functions.fail_in_next_update, args=(failing_rank,))
+        with pytest.raises((MemoryError, FailureError), match="planted"):
+            pair.update_weights(weights)
+        with pytest.raises(ValueError, match=r"a replacement of its weights failed.*planted"):
+            list(pair.extract(PROMPTS, layers=[4]))
+        pair.update_weights(weights)
+        assert same_bits(results(pair), before)
+
+
+def test_functions_that_ranks_cannot_import_fail_alone(pair: LLM, tmp_path: Path) -> None:
+    (tmp_path / "only_here.py").write_text("class Value: pass\ndef call(worker): return 1\n")
+    sys.path.insert(0, str(tmp_path))
+    try:
+        only_here = importlib.import_module("only_here")
+        value = only_here.Value()
+        for function, args in ((only_here.call, ()), (rank_functions.hang_in_next_pass, (value,))):
+            with pytest.raises(ValueError, match=r"rank 1 cannot import .*'only_here'"):
+                pair.collective_rpc(function, args=args)
+        only_here.call.__module__ = "__main__"
+        with pytest.raises(ValueError, match=r"collective_rpc: .* in the program that was started"):
+            pair.collective_rpc(only_here.call)
+    finally:
+        sys.path.remove(str(tmp_path))
+    assert pair.collective_rpc(rank_functions.rank) == [0, 1]
 
 
 @pytest.mark.parametrize("failing_rank", [0, 1])

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from vllm.distributed.communicators import Communicator
+from vllm.distributed.communicators import Communicator, GroupClosedError
 from vllm.distributed.pipeline_links import NO_LINKS, PipelineLinks
 
 T = TypeVar("T")
@@ -183,6 +183,19 @@ def values_of_all_ranks(value: T) -> list[T]:
     for link in links.tokens_to:
         link.send(values, [])
     return values
+
+
+@contextmanager
+def fails_on_all_ranks() -> Iterator[None]:
+    """Let a block that all ranks of an engine run fail on all of them if it fails on one."""
+    try:
+        yield
+    except Exception as error:
+        values_of_all_ranks(str(error))
+        raise
+    for problem in values_of_all_ranks(""):
+        if problem:
+            raise GroupClosedError(f"it failed on another rank: {problem}")
 
 
 def get_dp_group() -> GroupCoordinator:

@@ -27,6 +27,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import zmq
@@ -39,6 +40,7 @@ from vllm.logger import init_logger, log_format
 from vllm.model_classes import ModelRegistry
 from vllm.ops.ranks import meet_ranks
 from vllm.utils.child_process import ChildProcess, private_folder
+from vllm.utils.text import brief
 from vllm.v1.core.kv_cache_utils import plan_layout
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine.core_messages import WorkerCall
@@ -201,6 +203,12 @@ class MultiprocExecutor(UniProcExecutor):
             super().initialize_from_config(kv_cache_config)
 
     def collective_rpc(self, call: WorkerCall) -> list[Any]:
+        for one in (call.method, *call.args, *call.kwargs.values()):
+            if isinstance(one, FunctionType | type) and one.__module__ == "__main__":
+                raise ValueError(
+                    f"collective_rpc: {brief(one)} is defined in the program that was started, "
+                    "which other ranks cannot import; define it in a module"
+                )
         with self._together("collective_rpc", call) as others:
             own = super().collective_rpc(call)
         return [*own, *others]
@@ -281,12 +289,13 @@ class MultiprocExecutor(UniProcExecutor):
             raise FailureError(Failure(FailureKind.ENGINE_DEAD, self.dead_because))
         self._num_calls += 1
         try:
-            message = pickle.dumps(RankCall(self._num_calls, method, args, self._notes))
+            packed = pickle.dumps(args)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise ValueError(
                 f"{method}: other ranks cannot be told: {error}; pass what can be pickled, such as "
                 "a folder or a dict of tensors"
             ) from error
+        message = pickle.dumps(RankCall(self._num_calls, method, packed, self._notes))
         self._notes = []
         for other in self._others:
             other.call(message)

@@ -37,7 +37,8 @@ class RankCall(NamedTuple):
     number: int
     method: str
     """A method of ``rank_process.Rank``."""
-    args: tuple[Any, ...]
+    args: bytes
+    """Pickled by itself: what a rank cannot import fails this call alone."""
     notes: list[RankNote]
 
 

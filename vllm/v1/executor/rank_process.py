@@ -57,7 +57,7 @@ class Rank:
             for note in call.notes:
                 getattr(self, note.method)(*note.args)
             with use_groups(self._group, self._links):
-                result = getattr(self, call.method)(*call.args)
+                result = getattr(self, call.method)(*self._unpacked(call))
             return RankAnswer(call.number, result)
         except Exception as error:
             self._leave()
@@ -68,6 +68,16 @@ class Rank:
             text = str(error) if is_refusal else f"{type(error).__name__}: {error}"
             failure = Failure(FailureKind.BAD_REQUEST if is_refusal else kind, text)
             return RankAnswer(call.number, failure=failure, was_cut_off=was_cut_off)
+
+    def _unpacked(self, call: RankCall) -> tuple[Any, ...]:
+        try:
+            args: tuple[Any, ...] = pickle.loads(call.args)
+        except (AttributeError, ImportError) as error:
+            raise ValueError(
+                f"{call.method}: rank {self._rank} cannot import what it was passed ({error}); use "
+                "functions and classes of modules that every process can import"
+            ) from error
+        return args
 
     def join(self, generation: int) -> None:
         """Leave the group for a new one."""
