@@ -143,6 +143,8 @@ class ForwardContext:
     long sequences follows the one for short ones."""
     adapters: RowAdapters | None = None
     """Adapters of the tokens; None: no token has one."""
+    gathered_hooks: frozenset[str] = frozenset()
+    """Hook points, by their first names, whose values all ranks have to gather."""
 
     @property
     def slot_mapping(self) -> dict[str, torch.Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from typing import Any
@@ -15,6 +16,7 @@ from vllm.distributed.parallel_state import (
     get_world_group,
 )
 from vllm.model_executor.layers.attention import spread_attention
+from vllm.v1.worker import step_adapters
 
 
 def poison(worker: Any) -> None:
@@ -96,6 +98,52 @@ def hang_in_next_pass(worker: Any, hanging_rank: int) -> None:
     if rank(worker) != hanging_rank:
         return
     _second_layer(worker).register_forward_pre_hook(lambda *_: time.sleep(3600))
+
+
+def adapter_names(worker: Any) -> list[str]:
+    """Return the names of the adapters in memory, the least recently used first."""
+    return [one.lora_name for one in worker.model_runner.adapters._loaded]
+
+
+def waiting_adapters(worker: Any) -> int:
+    return len(worker.model_runner.adapters._waiting)
+
+
+def adapter_elements(worker: Any) -> int:
+    """Return the numbers that a rank holds of all adapters, each matrix once."""
+    found = {}
+    for adapter in worker.model_runner.adapters._loaded.values():
+        for part in (one for parts in adapter.parts.values() for one in parts):
+            for weight in (one for one in part if hasattr(one, "multiply")):
+                found[id(weight)] = math.prod(weight.shape)
+    return sum(found.values())
+
+
+def fail_to_read_adapter(worker: Any, failing_rank: int) -> None:
+    """Let one rank fail to read the next adapter."""
+    if rank(worker) != failing_rank:
+        return
+    read = step_adapters.load_adapter
+
+    def fail(*_: Any) -> None:
+        step_adapters.load_adapter = read
+        raise OSError("planted")
+
+    step_adapters.load_adapter = fail
+
+
+def fail_in_next_update(worker: Any, failing_rank: int) -> None:
+    """Let one rank run out of memory when it writes the next new weights."""
+    if rank(worker) != failing_rank:
+        return
+    model = worker.model_runner.model
+    load_weights = model.load_weights
+
+    def fail(weights: Any) -> None:
+        model.load_weights = load_weights
+        raise MemoryError("planted")
+
+    model.load_weights = fail
 
 
 def _second_layer(worker: Any) -> Any:

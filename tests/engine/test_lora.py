@@ -198,7 +198,7 @@ def test_one_table_of_a_layer(leaf: str, checkpoint: Checkpoint, tmp_path: Path)
     assert relative_error(others, rows) < 1e-6
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3_5", at_night("gemma3")])
+@pytest.mark.parametrize("family", ["llama", "qwen3_5", at_night("gemma3"), at_night("gpt2")])
 @pytest.mark.parametrize("ties", [False, True], ids=["two tables", "tied"])
 def test_embeddings_and_heads(
     family: str, ties: bool, checkpoint: Checkpoint, tmp_path: Path
@@ -209,7 +209,8 @@ def test_embeddings_and_heads(
     if ties:  # PEFT changes each use of the table by itself
         source = shutil.copytree(folder, tmp_path / "source")
         tensors = load_file(source / "model.safetensors")
-        (name,) = (one for one in tensors if one.endswith("embed_tokens.weight"))
+        names = ("embed_tokens.weight", "wte.weight")
+        (name,) = (one for one in tensors if one.endswith(names))
         tensors["lm_head.weight"] = tensors[name].clone()
         save_file(tensors, source / "model.safetensors", {"format": "pt"})
         config = json.loads((source / "config.json").read_text())

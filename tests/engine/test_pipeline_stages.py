@@ -36,7 +36,13 @@ STAGES = {**OPTIONS, "pipeline_parallel_size": 2}
 """Layers 0, 1 and 2, then 3 and 4."""
 results = partial(
     test_ranks.results,
-    hooks=["blocks.1.hook_attn_out", "blocks.4.hook_attn_out", "blocks.0.hook_resid_post"],
+    hooks=[
+        "blocks.1.hook_attn_out",
+        "blocks.4.hook_attn_out",
+        "blocks.0.hook_resid_post",
+        "blocks.1.attn.hook_z",
+        "blocks.4.attn.hook_z",
+    ],
 )
 
 
@@ -211,7 +217,6 @@ def test_other_stages(
         ({"pipeline_parallel_size": 6}, "", "at most 5 stages"),
         ({}, "1,2", r"VLLM_PP_LAYER_PARTITION=1,2: .* 5 layers together"),
         ({}, "1,x", "VLLM_PP_LAYER_PARTITION='1,x': use a number of layers"),
-        ({"enable_lora": True}, "", "pipeline_parallel_size=2 with enable_lora"),
         at_night({"model_impl": "transformers"}, "", "=2: .* other packages"),
     ],
 )

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -33,7 +35,7 @@ SAMPLED = SamplingParams(max_tokens=7, temperature=0.9, seed=11, ignore_eos=True
 OPTIONS: dict[str, Any] = {"max_model_len": 128, "kv_cache_memory_bytes": 2**23}
 LAYERS: list[int | str] = [0, 2, 4, "norm"]
 STEERING = [SteeringVector(torch.linspace(-1, 1, 72), [1], positions=[3, 4])]
-HOOKS = ["blocks.2.hook_attn_out", "blocks.1.hook_mlp_out"]
+HOOKS = ["blocks.2.hook_attn_out", "blocks.1.hook_mlp_out", "blocks.1.attn.hook_z"]
 
 
 def results(llm: LLM, hooks: Sequence[str] = HOOKS) -> list[HiddenStatesSample]:
@@ -93,6 +95,23 @@ def test_ranks_form_the_same_logits_for_requests_that_differ(pair: LLM, alone: L
         torch.testing.assert_close(ours.top_logprobs, whole.top_logprobs, atol=1e-4, rtol=0)
 
 
+def test_one_request_of_a_batch_asks_for_values_that_are_cut(pair: LLM, alone: LLM) -> None:
+    """Also in decode steps, and for the last row of a prompt only."""
+    hooks = ["blocks.0.attn.hook_z", "blocks.3.attn.hook_z"]
+    requests = [
+        ExtractRequest(PROMPTS[0], layers=[1]),
+        ExtractRequest(PROMPTS[1], layers=[2], hooks=hooks, positions="last"),
+        ExtractRequest(PROMPTS[2], layers=[0], hooks=hooks, top_logprobs=2),
+    ]
+    for params in (None, greedy(3)):
+        found, expected = (list(e.extract(requests, sampling_params=params)) for e in (pair, alone))
+        for ours, whole in zip(found, expected, strict=True):
+            assert ours.activations.keys() == whole.activations.keys()
+            for name, values in whole.activations.items():
+                assert values.shape[-1] == 96
+                assert relative_error(ours.activations[name], values) < 1e-5
+
+
 def test_tokens_are_those_of_one_rank(pair: LLM, alone: LLM) -> None:
     for params in (greedy(9), SAMPLED, greedy(3, logprobs=2, prompt_logprobs=1)):
         assert tokens(pair, params) == tokens(alone, params)
@@ -137,6 +156,37 @@ def test_weights_change_on_all_ranks(pair: LLM, checkpoint: Checkpoint, tmp_path
     assert same_bits(results(pair), before)
 
 
+def test_an_update_that_fails_on_one_rank_leaves_no_mixed_weights(
+    pair: LLM, checkpoint: Checkpoint
+) -> None:
+    before, weights = results(pair), load_file(checkpoint("llama") / "model.safetensors")
+    for failing_rank in (0, 1):
+        pair.collective_rpc(rank_functions.fail_in_next_update, args=(failing_rank,))
+        with pytest.raises((MemoryError, FailureError), match="planted"):
+            pair.update_weights(weights)
+        with pytest.raises(ValueError, match=r"a replacement of its weights failed.*planted"):
+            list(pair.extract(PROMPTS, layers=[4]))
+        pair.update_weights(weights)
+        assert same_bits(results(pair), before)
+
+
+def test_functions_that_ranks_cannot_import_fail_alone(pair: LLM, tmp_path: Path) -> None:
+    (tmp_path / "only_here.py").write_text("class Value: pass\ndef call(worker): return 1\n")
+    sys.path.insert(0, str(tmp_path))
+    try:
+        only_here = importlib.import_module("only_here")
+        value = only_here.Value()
+        for function, args in ((only_here.call, ()), (rank_functions.hang_in_next_pass, (value,))):
+            with pytest.raises(ValueError, match=r"rank 1 cannot import .*'only_here'"):
+                pair.collective_rpc(function, args=args)
+        only_here.call.__module__ = "__main__"
+        with pytest.raises(ValueError, match=r"collective_rpc: .* in the program that was started"):
+            pair.collective_rpc(only_here.call)
+    finally:
+        sys.path.remove(str(tmp_path))
+    assert pair.collective_rpc(rank_functions.rank) == [0, 1]
+
+
 @pytest.mark.parametrize("failing_rank", [0, 1])
 def test_a_step_that_fails_on_one_rank_fails_alone(pair: LLM, failing_rank: int) -> None:
     before = results(pair)
@@ -146,13 +196,10 @@ def test_a_step_that_fails_on_one_rank_fails_alone(pair: LLM, failing_rank: int)
     assert same_bits(results(pair), before)
 
 
-def test_what_ranks_cannot_do_is_refused_by_name(pair: LLM, checkpoint: Checkpoint) -> None:
-    with pytest.raises(ValueError, match=r"hook_z' is cut over the ranks.*tensor_parallel_size=1"):
-        list(pair.extract(PROMPTS[:1], layers=[1], hooks=["blocks.1.attn.hook_z"]))
+def test_what_ranks_cannot_do_is_refused_by_name(checkpoint: Checkpoint) -> None:
     offloading = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
     for options, message in (
         ({"distributed_executor_backend": "uni"}, "'uni' has one rank"),
-        ({"enable_lora": True}, "=2 with enable_lora"),
         ({"kv_transfer_config": offloading}, "=2 with kv_connector='OffloadingConnector'"),
     ):
         with pytest.raises(ValueError, match=message):

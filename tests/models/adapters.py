@@ -40,6 +40,8 @@ def write_adapter(
     model = load_reference(checkpoint)
     weights = linear_weights(model) | (expert_weights(model) if with_experts else {})
     weights |= end_weights(model) if with_ends else {}
+    paths = {module: path for path, module in model.named_modules()}
+    table = paths[model.get_input_embeddings()]
     for name, weight in weights.items():
         outputs, inputs = weight.shape
         own = _value(name, rank, ranks)
@@ -47,7 +49,7 @@ def write_adapter(
         down = torch.randn(own, inputs, generator=generator) / math.sqrt(inputs)
         up = torch.randn(outputs, own, generator=generator) * weight.std() * strength
         up *= math.sqrt(inputs / own) / scale
-        if name.endswith("embed_tokens"):
+        if name == table:
             down, up = up.t().contiguous(), down.t().contiguous()
             tensors[f"base_model.model.{name}.lora_embedding_A"] = down.to(dtype)
             tensors[f"base_model.model.{name}.lora_embedding_B"] = up.to(dtype)

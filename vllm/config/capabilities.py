@@ -144,8 +144,6 @@ def _check_ranks(config: VllmConfig) -> None:
     reason: str | None = None
     if device != "cpu":
         reason = f"device={device!r}: ranks run on CPUs only"
-    elif config.lora_config.enable_lora:
-        reason = "enable_lora: adapters are not cut over ranks"
     elif transfer is not None and not _declared(transfer).takes_rows_only:
         reason = (
             f"kv_connector={transfer.kv_connector!r}: it stores the caches of all ranks, and only "

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from vllm.distributed.communicators import Communicator, PartOfGroup
+from vllm.distributed.communicators import Communicator, GroupClosedError, PartOfGroup
 from vllm.distributed.pipeline_links import NO_LINKS, PipelineLinks
 
 T = TypeVar("T")
@@ -188,6 +188,35 @@ def get_world_group() -> GroupCoordinator:
         return group
     rank = links.stage * group.world_size + group.rank_in_group
     return GroupCoordinator(rank, links.num_stages * group.world_size)
+
+
+def values_of_all_ranks(value: T) -> list[T]:
+    """Return the values of all ranks of an engine, in their order; all of them call this with one
+    that can be pickled."""
+    group, links = get_tp_group(), get_pipeline_links()
+    values = [group.broadcast_object(value, rank) for rank in range(group.world_size)]
+    if links.before is not None:
+        values = [*links.before.receive()[0], *values]
+    if links.after is not None:
+        links.after.send(values, [])
+        assert links.tokens_from is not None
+        return list(links.tokens_from.receive()[0])
+    for link in links.tokens_to:
+        link.send(values, [])
+    return values
+
+
+@contextmanager
+def fails_on_all_ranks() -> Iterator[None]:
+    """Let a block that all ranks of an engine run fail on all of them if it fails on one."""
+    try:
+        yield
+    except Exception as error:
+        values_of_all_ranks(str(error))
+        raise
+    for problem in values_of_all_ranks(""):
+        if problem:
+            raise GroupClosedError(f"it failed on another rank: {problem}")
 
 
 def get_dp_group() -> GroupCoordinator:

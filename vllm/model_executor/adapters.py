@@ -1,4 +1,9 @@
-"""Low-rank adapters of a model: the tensors of PEFT's modules, at their places in the weights."""
+"""Low-rank adapters of a model: the tensors of PEFT's modules, at their places in the weights.
+
+A rank takes of ``lora_B`` the rows that it has of the weight, and of ``lora_A`` the columns. What
+an adapter adds is then cut over the ranks, or is a summand of the sum over them, as the product is.
+All ranks check the whole adapter; a pipeline stage leaves out what belongs to other stages.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +29,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     ParallelLMHead,
     VocabParallelEmbedding,
 )
-from vllm.model_executor.layers.weight import Weight, find_weight, weight_of
+from vllm.model_executor.layers.weight import Weight, weight_of
 from vllm.model_executor.layers.weight_share import Share
 from vllm.model_executor.model_loader.adapter_files import (
     AdapterFiles,
@@ -34,7 +39,7 @@ from vllm.model_executor.model_loader.adapter_files import (
 )
 from vllm.model_executor.models.interfaces import FindsWeights, SharesModules
 from vllm.model_executor.models.utils import WeightPlace
-from vllm.model_executor.utils import make_parameter
+from vllm.model_executor.utils import ElsewhereParameter, make_parameter
 
 Owner = LinearBase | Experts | VocabParallelEmbedding | LatentExpansion
 Change = LowRank | LowRankRows | LowRankHeads
@@ -102,7 +107,7 @@ def _parts_of(
     place = finder.place(path)
     owner = finder.owner(place)
     if pair.is_embedding and place is not None and type(owner) is VocabParallelEmbedding:
-        yield _rows_of_embedding(name, files.module(name, pair), owner, place, device)
+        yield from _rows_of_embedding(name, files.module(name, pair), owner, place, device)
         return
     if owner is None and files.leaves_of(path):
         yield from _parts_of_tables(name, path, pair, files, finder, device)
@@ -112,7 +117,10 @@ def _parts_of(
         raise _unknown(name, finder.model)
     module, share = files.module(files.key_of(path), pair), _share(owner, place)
     _check_shapes(name, module, share)
-    convert = _transposed(place.convert) if finder.floats_are_transposed else place.convert
+    if _is_elsewhere(place) or share.table not in _own_tables(owner):
+        return
+    is_transposed = finder.floats_are_transposed and isinstance(owner, LinearBase)
+    convert = _transposed(place.convert) if is_transposed else place.convert
     weight = weight_of(place.param)
     if isinstance(weight, LatentFactors):
         yield weight, 0, _low_rank_of_heads(module, weight, share, device)
@@ -123,10 +131,14 @@ def _parts_of(
 
 def _check_table(name: str, table: torch.Tensor, finder: _Finder) -> None:
     """Raise ValueError unless an embedding or a head has these values already."""
-    owner = finder.owner(finder.place(name))
-    if not isinstance(owner, VocabParallelEmbedding):
+    place = finder.place(name)
+    owner = finder.owner(place)
+    if place is None or not isinstance(owner, VocabParallelEmbedding):
         raise ValueError(f"module {name!r} has a weight in adapter_model, which is not supported")
-    if table.shape != owner.share.shape or not owner.holds(table.to(owner.weight.device)):
+    fits = table.shape == owner.share.shape
+    if fits and not _is_elsewhere(place):
+        fits = owner.holds(table.to(owner.weight.device))
+    if not fits:
         raise ValueError(
             f"module {name!r} has other values in adapter_model than in the model: trained tables "
             "are not supported"
@@ -158,6 +170,16 @@ def find_owner(model: nn.Module, place: WeightPlace, shared: Collection[nn.Modul
         return module
     owners = (LinearBase, VocabParallelEmbedding, LatentExpansion)
     return module if isinstance(module, owners) and place.param is module.weight else None
+
+
+def _is_elsewhere(place: WeightPlace) -> bool:
+    """Return whether another pipeline stage has the weight."""
+    return isinstance(place.param, ElsewhereParameter)
+
+
+def _own_tables(owner: Owner) -> range:
+    """Return the numbers of the tables that this rank has of its weights."""
+    return range(len(owner.own)) if isinstance(owner, Experts) else range(1)
 
 
 def _share(owner: Owner, place: WeightPlace) -> Share:
@@ -217,17 +239,21 @@ def _rows_of_embedding(
     owner: VocabParallelEmbedding,
     place: WeightPlace,
     device: torch.device,
-) -> Part:
+) -> Iterator[Part]:
     rank, shape = len(module.down), (owner.num_embeddings, owner.embedding_dim)
-    if (module.down.shape[1], len(module.up)) != shape or owner.tp_size > 1:
+    if (module.down.shape[1], len(module.up)) != shape:
         raise ValueError(
             f"module {name!r} has lora_embedding_A {tuple(module.down.shape)} and lora_embedding_B "
             f"{tuple(module.up.shape)}; the model's table {list(shape)} needs [{rank}, {shape[0]}] "
             f"and [{shape[1]}, {rank}]"
         )
-    table = module.down.float().t().contiguous().to(device)
+    if _is_elsewhere(place):
+        return
+    table = torch.zeros(owner.rows_per_rank, rank, device=device)
+    own = owner.num_own_rows
+    table[:own] = module.down[:, owner.start : owner.start + own].t()
     rows = LowRankRows(table, _weight(module.up.float() * module.scale, device))
-    return weight_of(place.param), EMBEDDING, rows
+    yield weight_of(place.param), EMBEDDING, rows
 
 
 # ---- parameters with a table for each expert
@@ -251,7 +277,7 @@ def _parts_of_tables(
         if place is None or place.shard_id is not None:
             continue
         owner = finder.model.get_submodule(place.param_name.rpartition(".")[0])
-        if isinstance(owner, Experts) and place.param.dim() > 2 and find_weight(place.param):
+        if isinstance(owner, Experts) and place.param.dim() > 2:
             found.append((place.param is owner.down_proj, leaf, place, owner))
     if not found:
         raise _unknown(name, finder.model)
@@ -263,19 +289,20 @@ def _parts_of_tables(
         seen.append(f"{leaf} [{owner.num_experts}, {outputs}, {inputs}]")
         if sizes in ((inputs, outputs), (outputs, inputs)):
             whole = (owner.num_experts, outputs, inputs)
-            fits.append((number, f"{path}.{leaf}", place, shares, whole))
+            fits.append((number, f"{path}.{leaf}", place, owner, shares, whole))
     if not fits:
         raise ValueError(
             f"module {name!r} has lora_A {tuple(pair.a.shape)} and lora_B "
             f"{tuple(pair.b.shape)}, which fit none of {', '.join(seen)}"
         )
     by_order = len(found) - 1 - name.count(_WRAPPED)
-    _, key, place, shares, whole = next((one for one in fits if one[0] == by_order), fits[0])
+    _, key, place, owner, shares, whole = next((one for one in fits if one[0] == by_order), fits[0])
     mixture = finder.model.get_submodule(place.param_name.rpartition(".experts.")[0])
     if isinstance(mixture, FusedMoE) and mixture.num_identity_experts:
         pair = _of_experts(pair, files.rank_of(key), mixture)
     module = files.module(key, pair, whole[0])
-    yield from _low_ranks_of_tables(module, place, shares, whole, files, device)
+    if not _is_elsewhere(place):
+        yield from _low_ranks_of_tables(module, owner, place, shares, whole, files, device)
 
 
 def _of_experts(pair: Pair, rank: int, mixture: FusedMoE) -> Pair:
@@ -290,6 +317,7 @@ def _of_experts(pair: Pair, rank: int, mixture: FusedMoE) -> Pair:
 
 def _low_ranks_of_tables(
     module: ModuleAdapter,
+    owner: Experts,
     place: WeightPlace,
     shares: Sequence[Share],
     whole: tuple[int, int, int],
@@ -307,7 +335,7 @@ def _low_ranks_of_tables(
         down, up = up.transpose(1, 2), down.transpose(1, 2)
     up = _as_layers_have_it(up, place, whole, inputs_first=inputs_first)
     weight = weight_of(place.param)
-    for expert in range(experts):
+    for table, expert in enumerate(owner.own):
         columns = shares[0].columns
         own = down[expert] if columns is None else down[expert].narrow(1, *columns)
         low = _weight(own, device)
@@ -315,7 +343,7 @@ def _low_ranks_of_tables(
             for run in share.runs:
                 first = part * share.shape[0] + run.source
                 rows = _weight(up[expert, first : first + run.length], device)
-                yield weight, expert, LowRank(low, rows, run.target)
+                yield weight, table, LowRank(low, rows, run.target)
 
 
 def _has_inputs_first(place: WeightPlace, whole: tuple[int, int, int]) -> bool:

@@ -18,7 +18,9 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_ch
 import torch
 from torch import nn
 
+from vllm.distributed.parallel_state import tensor_model_parallel_all_gather
 from vllm.forward_context import RowSink, current_row_sink
+from vllm.model_executor.layers.linear import RowParallelLinear
 from vllm.v1.rows.fields.activations import (
     HOOKS,
     Activation,
@@ -80,6 +82,8 @@ class HookPoint:
     module: nn.Module | None = None
     """None: it is the stream at the boundary ``depth``."""
     part: Part = "output"
+    is_cut: bool = False
+    """True if each rank has a part of the values: all of them gather it in passes that need it."""
 
     def field(self, name: str, stored: torch.dtype | None) -> Activation:
         """Make the field that keeps its values under ``name``; stored: dtype on the host."""
@@ -120,7 +124,7 @@ class HookPoints:
         """Hand the values at the points of these first names to the sink inside the block."""
         handles = []
         try:
-            for name in names:
+            for name in sorted(names):  # ranks gather in the same order
                 point = self._by_place[place_of(name)]
                 if point.module is None:
                     continue
@@ -138,13 +142,15 @@ class HookPoints:
     def _hand_over(
         self, point: HookPoint, module: nn.Module, inputs: tuple[Any, ...], output: Any = None
     ) -> None:
-        sink = self._get_sink()
-        if sink is None:
-            return
         if point.part == "sum":  # a norm returns the sum if it was given two summands
             value = output[1] if isinstance(output, tuple) else inputs[0]
         else:
             value = inputs[0] if point.part == "input" else first_tensor(output)
+        if point.is_cut:
+            value = tensor_model_parallel_all_gather(value)
+        sink = self._get_sink()
+        if sink is None or (point.is_cut and point.names[0] not in sink.indexes_of(HOOKS)):
+            return
         rows = value.reshape(-1, point.form.width)
         sink.put(HOOKS, point.names[0], rows.to(point.form.dtype))
 
@@ -172,7 +178,10 @@ def find_hook_points(model: nn.Module, model_config: ModelConfig) -> HookPoints:
                 own = paths[hook.path_of]
                 names += dict.fromkeys([_published_path(model, hook.path_of, own), own])
             form = HookForm(hook.width, hook.dtype or model_config.dtype)
-            points.append(HookPoint(tuple(names), layer + 1, form, hook.module, hook.part))
+            row_layer = hook.module if hook.part == "input" else None
+            is_cut = isinstance(row_layer, RowParallelLinear) and row_layer.tp_size > 1
+            point = HookPoint(tuple(names), layer + 1, form, hook.module, hook.part, is_cut)
+            points.append(point)
     return HookPoints(with_stream(points, model_config))
 
 

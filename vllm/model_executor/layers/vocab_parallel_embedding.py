@@ -95,16 +95,20 @@ class VocabParallelEmbedding(Layer):
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         """input_ids: int64 [tokens] -> [tokens, embedding_dim], a new tensor."""
-        weight = weight_of(self.weight)
         if self.tp_size == 1:
-            rows = weight.look_up(input_ids)
-            if weight.is_adapted:
-                weight.adapt(input_ids, rows, EMBEDDING)
-            return rows
+            return self._rows(input_ids)
         local = input_ids - self.start
         elsewhere = (local < 0) | (local >= self.rows_per_rank)
-        rows = weight.look_up(local.masked_fill(elsewhere, 0))
+        rows = self._rows(local.masked_fill(elsewhere, 0))
         return tensor_model_parallel_all_reduce(rows.masked_fill(elsewhere[:, None], 0))
+
+    def _rows(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Look up rows of this rank, with what adapters add."""
+        weight = weight_of(self.weight)
+        rows = weight.look_up(numbers)
+        if weight.is_adapted:
+            weight.adapt(numbers, rows, EMBEDDING)
+        return rows
 
 
 class ParallelLMHead(VocabParallelEmbedding):

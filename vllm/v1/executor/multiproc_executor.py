@@ -24,6 +24,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import zmq
@@ -35,6 +36,7 @@ from vllm.exceptions import Failure, FailureError, FailureKind
 from vllm.logger import init_logger, log_format
 from vllm.model_classes import ModelRegistry
 from vllm.ops.ranks import meet_ranks
+from vllm.utils.text import brief
 from vllm.v1.core.kv_cache_utils import plan_layout
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine.core_messages import WorkerCall
@@ -44,6 +46,7 @@ from vllm.v1.executor.rank_clients import RankClient, RankDiedError, RankProcess
 from vllm.v1.executor.rank_messages import (
     RankAnswer,
     RankCall,
+    RankNote,
     RankSettings,
     raise_first_failure,
 )
@@ -55,6 +58,7 @@ from vllm.v1.worker.pipeline import pool_share
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.lora.request import LoRARequest
 
 logger = init_logger(__name__)
 
@@ -85,6 +89,7 @@ class MultiprocExecutor(UniProcExecutor):
         vllm_config.model_config.stage_of(parallel)  # raises before processes start
         self._has_stages = parallel.pipeline_parallel_size > 1
         self._waiting: deque[_WaitingStep] = deque()
+        self._notes: list[RankNote] = []
         self._group, self._links = ALONE, NO_LINKS
         self._num_calls = self._num_groups = 0
         self._others: list[RankClient] = []
@@ -149,6 +154,12 @@ class MultiprocExecutor(UniProcExecutor):
             super().initialize_from_config(kv_cache_config)
 
     def collective_rpc(self, call: WorkerCall) -> list[Any]:
+        for one in (call.method, *call.args, *call.kwargs.values()):
+            if isinstance(one, FunctionType | type) and one.__module__ == "__main__":
+                raise ValueError(
+                    f"collective_rpc: {brief(one)} is defined in the program that was started, "
+                    "which other ranks cannot import; define it in a module"
+                )
         with self._together("collective_rpc", call) as others:
             own = super().collective_rpc(call)
         return [*own, *others]
@@ -195,6 +206,18 @@ class MultiprocExecutor(UniProcExecutor):
             except Exception as error:
                 step.outcome = error
 
+    def choose_adapter(self, request_id: str, lora_request: LoRARequest) -> str:
+        adapters = self.worker.model_runner.adapters
+        if not adapters.has(lora_request):  # and so no rank has it
+            with self._together("load_adapter", lora_request):
+                adapters.load(lora_request)
+        self._notes.append(RankNote("choose_adapter", (request_id, lora_request)))
+        return adapters.choose(request_id, lora_request)
+
+    def drop_adapter(self, request_id: str) -> None:
+        self._notes.append(RankNote("drop_adapter", (request_id,)))
+        super().drop_adapter(request_id)
+
     def shutdown(self) -> None:
         super().shutdown()
         self._end_others()
@@ -217,12 +240,14 @@ class MultiprocExecutor(UniProcExecutor):
             raise FailureError(Failure(FailureKind.ENGINE_DEAD, self.dead_because))
         self._num_calls += 1
         try:
-            message = pickle.dumps(RankCall(self._num_calls, method, args))
+            packed = pickle.dumps(args)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise ValueError(
                 f"{method}: other ranks cannot be told: {error}; pass what can be pickled, such as "
                 "a folder or a dict of tensors"
             ) from error
+        message = pickle.dumps(RankCall(self._num_calls, method, packed, self._notes))
+        self._notes = []
         try:
             for other in self._others:
                 other.call(message)

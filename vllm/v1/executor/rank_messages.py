@@ -36,13 +36,23 @@ class RankSettings:
     """None: a socket in the process's folder."""
 
 
+class RankNote(NamedTuple):
+    """Something that a rank has to do before its next call; it cannot fail and has no result."""
+
+    method: str
+    """A method of ``rank_process.Rank``."""
+    args: tuple[Any, ...]
+
+
 class RankCall(NamedTuple):
     """Something that all ranks do at the same time."""
 
     number: int
     method: str
     """A method of ``rank_process.Rank``."""
-    args: tuple[Any, ...]
+    args: bytes
+    """Pickled by itself: what a rank cannot import fails this call alone."""
+    notes: list[RankNote]
 
 
 class RankAnswer(NamedTuple):

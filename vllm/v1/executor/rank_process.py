@@ -11,7 +11,7 @@ import faulthandler
 import pickle
 import signal
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import zmq
 
@@ -36,6 +36,9 @@ from vllm.v1.executor.uniproc_executor import call_worker, worker_class
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.gpu_worker import Worker
 
+if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
+
 logger = init_logger(__name__)
 
 
@@ -55,14 +58,26 @@ class Rank:
     def answer(self, call: RankCall) -> RankAnswer:
         """Carry out a call. After a failure no rank waits for this one."""
         try:
+            for note in call.notes:
+                getattr(self, note.method)(*note.args)
             with use_groups(self._group, self._links):
-                result = getattr(self, call.method)(*call.args)
+                result = getattr(self, call.method)(*self._unpacked(call))
             return RankAnswer(call.number, result)
         except Exception as error:
             self._leave()
             if not isinstance(error, (GroupClosedError, ValueError)):
                 logger.exception("rank %d: %s failed", self._rank, call.method)
             return failed_answer(call.number, error)
+
+    def _unpacked(self, call: RankCall) -> tuple[Any, ...]:
+        try:
+            args: tuple[Any, ...] = pickle.loads(call.args)
+        except (AttributeError, ImportError) as error:
+            raise ValueError(
+                f"{call.method}: rank {self._rank} cannot import what it was passed ({error}); use "
+                "functions and classes of modules that every process can import"
+            ) from error
+        return args
 
     def join(self, generation: int) -> None:
         """Leave the group for a new one."""
@@ -92,6 +107,15 @@ class Rank:
             self.worker.model_runner.skip_step(scheduled)
             raise GroupClosedError("the step before this one failed")
         self.worker.model_runner.execute_model(scheduled).result()
+
+    def load_adapter(self, lora_request: LoRARequest) -> None:
+        self.worker.model_runner.adapters.load(lora_request)
+
+    def choose_adapter(self, request_id: str, lora_request: LoRARequest) -> None:
+        self.worker.model_runner.adapters.choose(request_id, lora_request)
+
+    def drop_adapter(self, request_id: str) -> None:
+        self.worker.model_runner.adapters.take(request_id)
 
     def collective_rpc(self, call: WorkerCall) -> Any:
         return call_worker(self.worker, call)

@@ -6,7 +6,6 @@ import pkgutil
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from vllm.model_executor.layers.linear import RowParallelLinear
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine.core_messages import WorkerCall
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
@@ -90,7 +89,9 @@ class UniProcExecutor:
     def choose_adapter(self, request_id: str, lora_request: LoRARequest) -> str:
         """Load a request's adapter before it begins; returns a digest. ValueError: it cannot be
         used."""
-        return self.worker.model_runner.adapters.choose(request_id, lora_request)
+        adapters = self.worker.model_runner.adapters
+        adapters.load(lora_request)
+        return adapters.choose(request_id, lora_request)
 
     def drop_adapter(self, request_id: str) -> None:
         """Undo :meth:`choose_adapter`, for a request that was refused."""
@@ -101,17 +102,8 @@ class UniProcExecutor:
         return [call_worker(self.worker, call)]
 
     def find_hooks(self, names: Iterable[str]) -> list[HookPoint]:
-        """Return the model's hook points of these names. ValueError: it has no such point, or it
-        is cut over ranks."""
-        points = [self.worker.model_runner.hook_points.find(name) for name in names]
-        num_ranks = self.worker.vllm_config.parallel_config.tensor_parallel_size
-        for point in points if num_ranks > 1 else ():
-            if point.part == "input" and isinstance(point.module, RowParallelLinear):
-                raise ValueError(
-                    f"hooks: {point.names[0]!r} is cut over the ranks of tensor_parallel_size="
-                    f"{num_ranks}; leave it out, or use tensor_parallel_size=1"
-                )
-        return points
+        """Return the model's hook points of these names. ValueError: it has no such point."""
+        return [self.worker.model_runner.hook_points.find(name) for name in names]
 
     def get_kv_connector_handshake_metadata(self) -> Any:
         """Return the data by which others reach the connector's worker side; None: none."""

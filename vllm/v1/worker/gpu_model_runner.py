@@ -300,8 +300,6 @@ class GPUModelRunner:
                 self.connector.begin_step(scheduled)
         finally:
             self._update_states(scheduled)
-            if self.pipeline.relays:
-                self.pipeline.kept.update(scheduled, lambda: self.hook_points)
         self._copy_blocks(scheduled.block_copies)
         output = ModelRunnerOutput()
         sampled: SampledTokens | None = None
@@ -341,6 +339,8 @@ class GPUModelRunner:
             self._update_states(scheduled)
 
     def _update_states(self, scheduled: SchedulerOutput) -> None:
+        if self.pipeline.knows_kept:
+            self.pipeline.kept.update(scheduled, lambda: self.hook_points)
         for req_id in scheduled.finished_req_ids:
             state = self.requests.pop(req_id, None)
             self.adapters.take(req_id)
@@ -461,6 +461,7 @@ class GPUModelRunner:
             steering_of(batch, self.device),
             None if rotary is None else to_device(rotary, self.device),
             adapter_rows(batch, self.device),
+            self.pipeline.kept.cut_hooks(batch),
         )
 
     def _prepare_forward(self, batch: StepBatch, scheduled: SchedulerOutput) -> _Pass:
@@ -567,8 +568,7 @@ class GPUModelRunner:
         if layer_ids != self._aux_layer_ids:
             self.model.set_aux_hidden_state_layers(tuple(in_order(layer_ids)))
             self._aux_layer_ids = layer_ids
-        hooks = nullcontext() if sink is None else self._hooks(sink)
-        with set_forward_context(context), hooks:
+        with set_forward_context(context), self._hooks(context):
             # Third-party models may take no more than two arguments.
             options = {} if inputs_embeds is None else {"inputs_embeds": inputs_embeds}
             hidden = self.pipeline.run(self.model, token_ids, positions, options)
@@ -589,9 +589,11 @@ class GPUModelRunner:
         result: torch.Tensor = hidden.to(self.vllm_config.model_config.dtype)
         return result
 
-    def _hooks(self, sink: RowSink) -> AbstractContextManager[None]:
+    def _hooks(self, context: ForwardContext) -> AbstractContextManager[None]:
         """Return a block in which the model hands over what the sink keeps at hook points."""
-        names = sink.indexes_of(HOOKS)
+        sink = context.row_sink
+        names = frozenset[LayerId]() if sink is None else sink.indexes_of(HOOKS)
+        names |= context.gathered_hooks
         return self.hook_points.watch(map(str, names)) if names else nullcontext()
 
     @cached_property

@@ -63,7 +63,7 @@ class RelaySink(RowSink):
 
 
 class KeptOfRequests:
-    """Values that requests keep, known to all stages."""
+    """Values that requests keep, known to all ranks."""
 
     def __init__(self, vllm_config: VllmConfig) -> None:
         speculative = vllm_config.speculative_config
@@ -73,11 +73,13 @@ class KeptOfRequests:
         if speculative is not None:
             self._of_all[HIDDEN_STATES] = set(speculative.hidden_state_layer_ids)
         self._of_request: dict[str, dict[str, set[LayerId]]] = {}
+        self._cut_hooks: dict[str, set[str]] = {}
 
     def update(self, scheduled: SchedulerOutput, points: Callable[[], HookPoints]) -> None:
         """Take in which requests begin and end."""
         for req_id in scheduled.finished_req_ids:
             self._of_request.pop(req_id, None)
+            self._cut_hooks.pop(req_id, None)
         for new in scheduled.scheduled_new_reqs:
             spec = new.extraction
             if spec is None:
@@ -90,7 +92,16 @@ class KeptOfRequests:
                     kept[HIDDEN_STATES].add(point.depth)
                 else:
                     kept[HOOKS].add(point.names[0])
+                if point.is_cut:
+                    self._cut_hooks.setdefault(new.req_id, set()).add(point.names[0])
             self._of_request[new.req_id] = kept
+
+    def cut_hooks(self, batch: StepBatch) -> frozenset[str]:
+        """Return the hook points of a step's requests whose values the ranks have in parts."""
+        if not self._cut_hooks:
+            return frozenset()
+        found = (self._cut_hooks.get(state.req_id, ()) for state in batch.states)
+        return frozenset().union(*found)
 
     def sink(self, batch: StepBatch) -> RelaySink | None:
         """Return the sink of a step's pass; None: nothing is kept."""
@@ -113,6 +124,7 @@ class Pipeline:
         self.relays = not self.stage.is_last and parallel.rank % parallel.tensor_parallel_size == 0
         """True if this process hands on what requests keep: the first of a stage does."""
         self.kept = KeptOfRequests(vllm_config)
+        self.knows_kept = self.relays or parallel.tensor_parallel_size > 1
 
     def reads_embeddings(self, model: Any) -> bool:
         """Return whether the stage's part of the model begins with embeddings."""

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from vllm.config import LoRAConfig
+from vllm.distributed.parallel_state import values_of_all_ranks
 from vllm.lora.request import LoRARequest
 from vllm.model_executor.adapters import check_takes_adapters, load_adapter
 from vllm.model_executor.layers.low_rank import Adapter, AdapterRows
@@ -25,34 +26,46 @@ class AdapterStore:
         if config.enable_lora:
             check_takes_adapters(model)
 
-    def choose(self, request_id: str, lora_request: LoRARequest) -> str:
-        """Load the adapter of a request that will begin; returns the digest of its content.
+    def has(self, lora_request: LoRARequest) -> bool:
+        """Return whether an adapter is in memory."""
+        return lora_request in self._loaded
 
-        ValueError: it cannot be used.
-        """
-        adapter = self.load(lora_request)
+    def choose(self, request_id: str, lora_request: LoRARequest) -> str:
+        """Let a request that will begin have an adapter that is in memory; returns the digest of
+        its content."""
+        adapter = self._loaded[lora_request] = self._loaded.pop(lora_request)
         self._waiting[request_id] = adapter
         return adapter.digest
 
-    def load(self, lora_request: LoRARequest) -> Adapter:
-        """Load an adapter that is not in memory. ValueError: it cannot be used."""
+    def load(self, lora_request: LoRARequest) -> None:
+        """Load an adapter that is not in memory, on all ranks or on none; all of them call this.
+
+        ValueError: it cannot be used.
+        """
         adapter = self._loaded.pop(lora_request, None)
         if adapter is None:
             adapter = self._read(lora_request)
         self._loaded[lora_request] = adapter
         while len(self._loaded) > self._config.max_loras:  # requests still hold theirs
             del self._loaded[next(iter(self._loaded))]
-        return adapter
 
     def _read(self, lora_request: LoRARequest) -> Adapter:
-        path = lora_request.lora_path
+        path, limit = lora_request.lora_path, self._config.max_lora_rank
+        read: Adapter | str
         try:
-            folder = Path(path).expanduser()
-            return load_adapter(self._model, folder, self._config.max_lora_rank, self._device)
+            read = load_adapter(self._model, Path(path).expanduser(), limit, self._device)
         except (ValueError, OSError) as error:
-            raise ValueError(
-                f"adapter {lora_request.lora_name!r} (lora_path={path!r}): {error}"
-            ) from error
+            read = str(error)
+        except Exception as error:  # memory, most of all; every rank has to learn of it
+            read = f"{type(error).__name__}: {error}"
+        digest = read.digest if isinstance(read, Adapter) else ""
+        outcomes = values_of_all_ranks((digest, read if isinstance(read, str) else None))
+        problem = next((one for _, one in outcomes if one is not None), None)
+        if problem is None and len({one for one, _ in outcomes}) > 1:
+            problem = "its files changed while ranks read them"
+        if problem is None and isinstance(read, Adapter):
+            return read
+        raise ValueError(f"adapter {lora_request.lora_name!r} (lora_path={path!r}): {problem}")
 
     def forget(self, lora_int_id: int) -> bool:
         """Free an adapter; requests that chose it keep it. Returns whether it was in memory."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 import torch
 from torch import nn
 
+from vllm.distributed.parallel_state import fails_on_all_ranks
 from vllm.logger import init_logger
 from vllm.model_executor.layers.weight import weight_storages, weights_of
 from vllm.model_executor.model_loader.checkpoint import find_weight_files, stored_shapes
@@ -52,14 +53,9 @@ class WeightUpdates:
         ValueError: it is another model's, or weights cannot be replaced. Problems that the names
         and shapes show are found before anything is replaced.
         """
-        if path is None:
-            files = find_weights(self._vllm_config)
-            if files is None:
-                raise ValueError('weights_path=None: load_format="dummy" has no checkpoint')
-        else:
-            folder = Path(path).expanduser()
-            files = find_weight_files(folder, self._vllm_config.load_config.load_format)
-        self.check(stored_shapes(files), is_whole=True)
+        with fails_on_all_ranks():
+            files = self._files_of(path)
+            self.check(stored_shapes(files), is_whole=True)
         with self._replacing():
             load_checkpoint(self._model, self._vllm_config, files)
         self.problem = None
@@ -69,11 +65,12 @@ class WeightUpdates:
 
         ValueError: as for :meth:`load_folder`.
         """
-        named = _by_name(weights)
-        if self._vllm_config.model_config.quantization_config is None:  # else codes may come
-            for name, tensor in named.items():
-                _check_floats(name, tensor)
-        self.check({name: tuple(tensor.shape) for name, tensor in named.items()})
+        with fails_on_all_ranks():
+            named = _by_name(weights)
+            if self._vllm_config.model_config.quantization_config is None:  # else codes may come
+                for name, tensor in named.items():
+                    _check_floats(name, tensor)
+            self.check({name: tuple(tensor.shape) for name, tensor in named.items()})
         with self._replacing():
             model = cast("VllmModelForTextGeneration", self._model)
             loaded = model.load_weights(named.items())
@@ -81,6 +78,15 @@ class WeightUpdates:
         if not loaded and named:
             raise ValueError(f"weights: the model has none of the names {', '.join([*named][:5])}")
         return sorted(loaded)
+
+    def _files_of(self, path: str | None) -> list[Path]:
+        if path is not None:
+            folder = Path(path).expanduser()
+            return find_weight_files(folder, self._vllm_config.load_config.load_format)
+        files = find_weights(self._vllm_config)
+        if files is None:
+            raise ValueError('weights_path=None: load_format="dummy" has no checkpoint')
+        return files
 
     def begin(self) -> None:
         """Note that an update by several calls of :meth:`load` begins."""
@@ -184,7 +190,8 @@ class WeightUpdates:
     def _replacing(self) -> Iterator[None]:
         """Note that weights are mixed if their replacement ends in the middle."""
         try:
-            yield
+            with fails_on_all_ranks():
+                yield
         except BaseException as error:
             self._break(f"a replacement of its weights failed ({error})")
             raise
