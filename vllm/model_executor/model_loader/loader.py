@@ -172,12 +172,13 @@ def _weights_of_other_stages(model: nn.Module, files: list[Path]) -> set[str]:
     if not any(isinstance(parameter, ElsewhereParameter) for parameter in model.parameters()):
         return set()
     find = cast(FindsWeights, model).weight_finder()
-    places = ((name, find(name)) for name in stored_names(files))
-    return {
-        name
-        for name, place in places
-        if place is not None and isinstance(place.param, ElsewhereParameter)
-    }
+
+    def is_elsewhere(name: str) -> bool:
+        # Scales and other parts of codes have no place of their own.
+        places = map(find, (name, f"{name.rpartition('.')[0]}.weight"))
+        return any(place and isinstance(place.param, ElsewhereParameter) for place in places)
+
+    return {name for name in stored_names(files) if is_elsewhere(name)}
 
 
 def shows_progress(files: list[Path], vllm_config: VllmConfig) -> bool:
