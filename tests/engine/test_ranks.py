@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import importlib
 import os
+import pickle
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -27,7 +29,8 @@ from vllm import LLM, AsyncEngineArgs, AsyncLLM, SamplingParams, SteeringVector
 from vllm.exceptions import FailureError
 from vllm.hidden_states import ExtractRequest, HiddenStatesError, HiddenStatesSample
 from vllm.v1.engine.exceptions import EngineDeadError
-from vllm.v1.executor.rank_clients import RankProcess
+from vllm.v1.executor.rank_clients import KEPT_ANSWERS, RankClient, RankProcess
+from vllm.v1.executor.rank_messages import RankAnswer
 
 Checkpoint = Callable[..., Path]
 PROMPTS = random_prompts(7, [61, 5, 34])
@@ -313,3 +316,14 @@ def test_nothing_is_left_of_an_engine_in_another_process(checkpoint: Checkpoint)
     others = rank_processes()
     asyncio.run(run())
     assert rank_processes() == others
+
+
+def test_an_answer_waits_until_it_is_read() -> None:
+    """Many adapters may be loaded between a step and its result."""
+    sent = [pickle.dumps(RankAnswer(number)) for number in range(1, 40)]
+    socket: Any = SimpleNamespace(poll=lambda *_: 1, recv=lambda: sent.pop(0))
+    client: Any = SimpleNamespace(_socket=socket, _timeout_seconds=1.0, _answers={}, _read=set())
+    for number in range(2, 40):
+        assert RankClient.answer(client, number, []).number == number
+    assert RankClient.answer(client, 1, []).number == 1
+    assert len(client._answers) == len(client._read) <= KEPT_ANSWERS + 1

@@ -18,7 +18,8 @@ from vllm.v1.executor.rank_messages import RankAnswer, RankSettings
 
 POLL_MILLISECONDS = 200
 KEPT_ANSWERS = 8
-"""Calls whose answers may be read again: those of a step are, when the next one fails."""
+"""Calls whose answers may be read again: those of a step are, when the next one fails. An answer
+that was not read is kept, because any number of calls may come between a step and its result."""
 STACKS_SECONDS = 1.0
 """Time that a process which hangs has to write its stacks into the log."""
 
@@ -34,6 +35,7 @@ class RankClient(ABC):
         self.rank = rank
         self._socket, self._timeout_seconds = socket, timeout_seconds
         self._answers: dict[int, RankAnswer] = {}
+        self._read: set[int] = set()
 
     @property
     @abstractmethod
@@ -71,8 +73,10 @@ class RankClient(ABC):
                 self._answers[answer.number] = answer
             else:
                 self._check((self, *ranks), deadline)
-        for old in [one for one in self._answers if one <= number - KEPT_ANSWERS]:
-            del self._answers[old]
+        self._read.add(number)
+        for old in [one for one in self._read if one <= number - KEPT_ANSWERS]:
+            self._read.remove(old)
+            self._answers.pop(old, None)
         return self._answers[number]
 
     def _check(self, ranks: Sequence[RankClient], deadline: float) -> None:
