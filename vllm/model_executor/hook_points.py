@@ -80,6 +80,8 @@ class HookPoint:
     module: nn.Module | None = None
     """None: it is the stream at the boundary ``depth``."""
     part: Part = "output"
+    is_cut: bool = False
+    """True if each tensor-parallel rank has a part of the values."""
 
     def field(self, name: str, stored: torch.dtype | None) -> Activation:
         """Make the field that keeps its values under ``name``; stored: dtype on the host."""

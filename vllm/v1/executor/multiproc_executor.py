@@ -150,11 +150,19 @@ class MultiprocExecutor(UniProcExecutor):
         try:
             self._start_others()
             self._meet()
-            with self._together("load_model"):
+            with self._together("load_model") as given_up:
                 super().__init__(vllm_config)
+            self._agree_on_way([self._num_ways_given_up, *given_up])
         except BaseException:
             self._end_others()
             raise
+
+    def _agree_on_way(self, given_up: list[int]) -> None:
+        """Let all stages run requests in the way that the last of them came to."""
+        while len(set(given_up)) > 1:
+            with self._together("give_up_ways", max(given_up)) as others:
+                own = self.worker.give_up_ways(max(given_up))
+            given_up = [own, *others]
 
     def _start_others(self) -> None:
         """Start the other processes, with memory that all ranks share."""
@@ -250,7 +258,8 @@ class MultiprocExecutor(UniProcExecutor):
     def find_hooks(self, names: Iterable[str]) -> list[HookPoint]:
         points = super().find_hooks(names)
         for point in points if self._group.world_size > 1 else ():
-            if point.part == "input" and isinstance(point.module, RowParallelLinear):
+            is_input = point.part == "input" and isinstance(point.module, RowParallelLinear)
+            if point.is_cut or is_input:
                 raise ValueError(
                     f"hooks: {point.names[0]!r} is cut over the ranks of tensor_parallel_size="
                     f"{self._group.world_size}; leave it out, or use tensor_parallel_size=1"

@@ -56,7 +56,7 @@ class UniProcExecutor:
     def __init__(self, vllm_config: VllmConfig) -> None:
         self.worker = worker_class(vllm_config)(vllm_config)
         try:
-            self.worker.load_model()
+            self._num_ways_given_up = self.worker.load_model()
         except BaseException:
             self._end_worker()
             raise
