@@ -21,7 +21,9 @@ from tests.engine.test_ranks import (
     tokens,
 )
 from tests.grids import at_night
+from tests.models.checkpoints import make_checkpoint
 from tests.models.oracle import relative_error
+from tests.models.stored_formats import FORMATS, quantise_checkpoint
 from vllm import LLM
 
 Checkpoint = Callable[..., Path]
@@ -147,6 +149,35 @@ def test_prompts_as_embeddings(ranks: dict[str, Any], checkpoint: Checkpoint) ->
         with engine(checkpoint(FAMILY), **MODULES, **options, enable_prompt_embeds=True) as llm:
             found += list(llm.extract([prompt], layers=[0, 3, "norm"]))
     assert relative_error(found[1].hidden_states, found[0].hidden_states) < 1e-5
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("ranks", [TENSOR, STAGES])
+@pytest.mark.parametrize("name", ["int4-asymmetric", "gptq-order", "fp8-block", "awq"])
+def test_quantised_checkpoints(name: str, ranks: dict[str, Any], tmp_path: Path) -> None:
+    plain = make_checkpoint(tmp_path / "plain", FAMILY)
+    folder = quantise_checkpoint(plain, FORMATS[name]).stored
+    found = []
+    for options in ({}, ranks):
+        with engine(folder, **MODULES, **options) as llm:
+            found.append(list(llm.extract(PROMPTS, layers=[0, 3, 4, "norm"])))
+    for whole, ours in zip(*found, strict=True):
+        away = relative_error(ours.hidden_states, whole.hidden_states)
+        assert away <= (1e-4 if ranks == TENSOR else 0)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("family", [FAMILY, "qwen3_moe", "qwen3_next"])
+def test_bfloat16(family: str, checkpoint: Checkpoint) -> None:
+    found = []
+    for ranks in ({}, TENSOR, STAGES):
+        with engine(checkpoint(family), **MODULES, **ranks, dtype="bfloat16") as llm:
+            (sample,) = llm.extract(PROMPTS[:1], layers=[0, 1, 3])
+            found.append(sample.hidden_states.float())
+    whole, cut, staged = found
+    assert torch.equal(staged, whole)
+    errors = (cut - whole).square().mean(-1).sqrt() / whole.square().mean(-1).sqrt()
+    assert float(errors.median(0).values.max()) < 0.03  # roundings may choose other experts
 
 
 @pytest.mark.parametrize(
