@@ -152,6 +152,34 @@ def test_prompts_as_embeddings(ranks: dict[str, Any], checkpoint: Checkpoint) ->
 
 
 @pytest.mark.exhaustive
+@pytest.mark.parametrize("family", [FAMILY, "qwen3_5"])
+def test_ranks_share_a_head_of_keys_and_values(family: str, tmp_path: Path) -> None:
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 2}
+    folder = make_checkpoint(tmp_path / "grouped", family, **heads)
+    found = []
+    for ranks in (1, 4):
+        with engine(folder, **MODULES, tensor_parallel_size=ranks) as llm:
+            found.append(list(llm.extract(PROMPTS, layers=[0, 3, 4, "norm"])))
+    for whole, ours in zip(*found, strict=True):
+        assert relative_error(ours.hidden_states, whole.hidden_states) < 1e-4
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("ranks", [TENSOR, STAGES])
+def test_sleep_works_and_new_weights_are_refused(
+    ranks: dict[str, Any], checkpoint: Checkpoint
+) -> None:
+    folder = checkpoint(FAMILY)
+    with engine(folder, **MODULES, **ranks) as llm:
+        before = results(llm)
+        with pytest.raises(ValueError, match="transformers loaded them"):
+            llm.update_weights(str(folder))
+        llm.sleep(level=1)
+        llm.wake_up()
+        assert same_bits(results(llm), before)
+
+
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("ranks", [TENSOR, STAGES])
 @pytest.mark.parametrize("name", ["int4-asymmetric", "gptq-order", "fp8-block", "awq"])
 def test_quantised_checkpoints(name: str, ranks: dict[str, Any], tmp_path: Path) -> None:
