@@ -102,10 +102,12 @@ def _is_known(module: Any) -> bool:
 def _split(module: Any, name: str) -> list[PanelLinear]:
     """Make one linear layer per expert, in the memory of the joined tensor if possible."""
     weights = getattr(module, name).data
-    if module.is_transposed and is_made_up(weights):
-        weights = made_up(weights.transpose(1, 2).shape, weights.dtype)
+    if module.is_transposed:
+        weights = weights.transpose(1, 2)
+    if is_made_up(weights):
+        weights = [made_up(weights.shape[1:], weights.dtype)] * len(weights)
     elif module.is_transposed:
-        weights = weights.transpose(1, 2).contiguous()
+        weights = weights.contiguous()
     biases = getattr(module, f"{name}_bias").data if module.has_bias else [None] * len(weights)
     return [
         PanelLinear(_parameter(weight), None if bias is None else _parameter(bias))
