@@ -24,7 +24,7 @@ PROBED = {
     **{
         f"vllm.model_executor.transformers_modules.{name}": "modules of transformers"
         for name in (
-            *("boundaries", "cached", "choice", "experts", "positions"),
+            *("boundaries", "cached", "choice", "cuts", "experts", "positions"),
             *("row_by_row", "survey"),
         )
     },

@@ -68,7 +68,7 @@ def count_layers(worker: Any) -> None:
 
         return add
 
-    for layer_id, layer in enumerate(worker.model_runner.model.model.layers):
+    for layer_id, layer in enumerate(_layers(worker)):
         layer.register_forward_pre_hook(count(layer_id))
 
 
@@ -147,8 +147,13 @@ def fail_in_next_update(worker: Any, failing_rank: int) -> None:
 
 
 def _second_layer(worker: Any) -> Any:
-    runner = worker.model_runner
-    return runner.model.model.layers[runner.pipeline.stage.first_layer + 1]
+    return _layers(worker)[worker.model_runner.pipeline.stage.first_layer + 1]
+
+
+def _layers(worker: Any) -> Any:
+    """The decoder layers of a model of ours, or of a module of transformers."""
+    model = worker.model_runner.model
+    return model.boundaries.layers if hasattr(model, "boundaries") else model.model.layers
 
 
 def has_computed(worker: Any) -> bool:

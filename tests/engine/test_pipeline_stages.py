@@ -217,7 +217,6 @@ def test_other_stages(
         ({"pipeline_parallel_size": 6}, "", "at most 5 stages"),
         ({}, "1,2", r"VLLM_PP_LAYER_PARTITION=1,2: .* 5 layers together"),
         ({}, "1,x", "VLLM_PP_LAYER_PARTITION='1,x': use a number of layers"),
-        at_night({"model_impl": "transformers"}, "", "=2: .* other packages"),
     ],
 )
 def test_what_cannot_be_divided_is_refused_by_name(

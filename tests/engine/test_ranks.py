@@ -213,7 +213,6 @@ def test_what_ranks_cannot_do_is_refused_by_name(checkpoint: Checkpoint) -> None
     ("options", "message"),
     [
         at_night({"tensor_parallel_size": 3}, r"tensor_parallel_size=3 and the 2 key/value heads"),
-        at_night({"model_impl": "transformers"}, "=2: .* other packages"),
     ],
 )
 def test_a_model_that_cannot_be_cut(

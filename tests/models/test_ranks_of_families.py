@@ -23,3 +23,17 @@ def test_two_ranks_have_the_values_of_one(name: str, way: str, tmp_path: Path) -
             raise
     else:
         assert result.startswith("rows")
+
+
+@pytest.mark.parametrize("way", [at_night("tensor"), at_night("stages")])
+@pytest.mark.parametrize("name", sorted(FAMILIES))
+def test_modules_of_transformers_have_the_values_of_one_rank(
+    name: str, way: str, tmp_path: Path
+) -> None:
+    try:
+        result = checked(name, tmp_path, way, "transformers")
+    except ValueError as error:  # sizes of the tiny checkpoint, or no plan
+        if not any(text in str(error) for text in REFUSALS):
+            raise
+    else:
+        assert result.startswith("rows")

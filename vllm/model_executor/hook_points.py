@@ -84,6 +84,8 @@ class HookPoint:
     part: Part = "output"
     is_cut: bool = False
     """True if each rank has a part of the values: all of them gather it in passes that need it."""
+    is_scattered: bool = False
+    """True if each rank has a part of the values, and only their module knows the order."""
 
     def field(self, name: str, stored: torch.dtype | None) -> Activation:
         """Make the field that keeps its values under ``name``; stored: dtype on the host."""

@@ -7,7 +7,7 @@ memory, and no weights are read for them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from torch import nn
 
@@ -20,7 +20,11 @@ def keep_parameters(model: nn.Module, parts: Iterable[nn.Module]) -> None:
 
     ValueError: one of the parts reads the cache of a layer that is in none of them.
     """
-    modules = {module for part in parts for module in part.modules()}
+    keep_parameters_of(model, {module for part in parts for module in part.modules()})
+
+
+def keep_parameters_of(model: nn.Module, modules: Collection[nn.Module]) -> None:
+    """Do the same for single modules: those inside of them do not count."""
     for module in modules:
         owner = module.cache_owner if isinstance(module, Attention) else None
         if isinstance(module, Attention) and owner not in modules:

@@ -20,6 +20,7 @@ from vllm.model_executor.models.interfaces import check_takes_embeds
 from vllm.model_executor.transformers_modules.choice import make_model
 from vllm.model_executor.transformers_modules.loading import outline_causal_lm
 from vllm.model_executor.transformers_modules.model import TransformersForCausalLM
+from vllm.utils.pipeline_stage import PipelineStage
 from vllm.v1.spec_decode.extract_hidden_states import make_cache_layer
 
 if TYPE_CHECKING:
@@ -130,7 +131,7 @@ def _check_tensors(model: nn.Module, vllm_config: VllmConfig, files: list[Path])
 def _class_of_outlines(files: list[Path] | None) -> type[TransformersForCausalLM]:
     class Outlined(TransformersForCausalLM):
         @staticmethod
-        def load(vllm_config: VllmConfig) -> Any:
+        def load(vllm_config: VllmConfig, stage: PipelineStage) -> Any:
             return outline_causal_lm(vllm_config, files)
 
     return Outlined

@@ -264,8 +264,16 @@ def iterate_weights(
     return _iterate(files, wanted, shapes_only=False)
 
 
+def iterate_mapped_weights(
+    files: Iterable[Path], wanted: Wanted = read_all
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the same, but tensors of safetensors files are views of the mapped file, which take
+    memory of the page cache only. For those who keep a small part of each."""
+    return _iterate(files, wanted, shapes_only=False, maps=True)
+
+
 def _iterate(
-    files: Iterable[Path], wanted: Wanted, *, shapes_only: bool
+    files: Iterable[Path], wanted: Wanted, *, shapes_only: bool, maps: bool = False
 ) -> Iterator[tuple[str, torch.Tensor]]:
     places = _Places(wanted)
     for path in files:
@@ -274,8 +282,27 @@ def _iterate(
             yield from ((name, tensors[name]) for name in places.names_in(path, tensors))
             continue
         with _opened(path) as file:
+            get = _mapped(path, file) if maps else file.get_tensor
             for name in places.names_in(path, file.keys()):
-                yield name, _shape_of(file, name) if shapes_only else file.get_tensor(name)
+                yield name, _shape_of(file, name) if shapes_only else get(name)
+
+
+def _mapped(path: Path, file: Any) -> Callable[[str], torch.Tensor]:
+    """Map a whole safetensors file; returns a function from a tensor's name to its view."""
+    with path.open("rb") as header:
+        begin = 8 + int.from_bytes(header.read(8), "little")
+        entries = parse_json(header.read(begin - 8))
+    content = torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
+
+    def get(name: str) -> torch.Tensor:
+        like = _shape_of(file, name)
+        first, end = (begin + offset for offset in entries[name]["data_offsets"])
+        view = content[first:end]
+        if first % like.dtype.itemsize:
+            view = view.clone()
+        return view.view(like.dtype).view(like.shape)
+
+    return get
 
 
 def _shape_of(file: Any, name: str) -> torch.Tensor:

@@ -171,7 +171,9 @@ def _weights_of_other_stages(model: nn.Module, files: list[Path]) -> set[str]:
     """Names in the files whose parameters another pipeline stage has."""
     if not any(isinstance(parameter, ElsewhereParameter) for parameter in model.parameters()):
         return set()
-    find = cast(FindsWeights, model).weight_finder()
+    if not isinstance(model, FindsWeights):  # it has loaded its weights already
+        return set()
+    find = model.weight_finder()
 
     def is_elsewhere(name: str) -> bool:
         # Scales and other parts of codes have no place of their own.

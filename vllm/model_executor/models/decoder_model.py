@@ -274,6 +274,11 @@ class DecoderForCausalLM(Layer):
             self.supports_row_capture = False
             self.supports_eagle3 = marks_layers or has_aux_layers(self.model)
 
+    @property
+    def layers_read_embeddings(self) -> bool:
+        """True if layers of later stages need embeddings, too."""
+        return isinstance(self.model, DecoderModel) and self.model.layers_read_embeddings
+
     def keep_stage(self, stage: PipelineStage) -> None:
         """Keep the weights of one pipeline stage: before there are any.
 

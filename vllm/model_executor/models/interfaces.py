@@ -102,6 +102,11 @@ class SharesModules(Protocol):
 class DividesIntoStages(Protocol):
     """Can run a part of its layers, as a pipeline stage."""
 
+    @property
+    def layers_read_embeddings(self) -> bool:
+        """True if layers of later stages need embeddings, too."""
+        ...
+
     def keep_stage(self, stage: PipelineStage) -> None:
         """Keep the weights of this stage. ValueError: it cannot be divided so."""
         ...
@@ -159,6 +164,11 @@ class KnowsReference(Protocol):
 
     knows_reference: ClassVar[Literal[True]] = True
 
+    @property
+    def num_ways_given_up(self) -> int:
+        """Number of times that it fell back, or could not compute in a way from the start."""
+        ...
+
     def fall_back(self, reason: str) -> None:
         """Compute in another way from now on, because the output differs from the reference.
 
@@ -166,8 +176,16 @@ class KnowsReference(Protocol):
         """
         ...
 
-    def reference(self, token_ids: list[int], sink: RowSink) -> torch.Tensor:
-        """Run one prompt in one pass: puts rows into ``sink``; -> logits [tokens, vocabulary]."""
+    def reference(self, token_ids: list[int], sink: RowSink) -> torch.Tensor | None:
+        """Run one prompt in one pass: puts rows into ``sink``; -> logits [tokens, vocabulary].
+
+        A pipeline stage puts rows of its own layers; None: it has no head.
+        """
+        ...
+
+    def reference_stream(self, token_ids: list[int], begin: int, end: int) -> torch.Tensor | None:
+        """Return the stream that enters this stage at tokens ``begin`` to ``end - 1`` of such a
+        prompt; None: it is the first."""
         ...
 
 
@@ -251,6 +269,11 @@ def check_takes_embeds(model: object) -> None:
 
 def knows_reference(model: object) -> TypeGuard[KnowsReference]:
     return _declares(model, "knows_reference")
+
+
+def supports_ranks(model: object) -> bool:
+    """Return whether a model cuts modules of other packages over tensor-parallel ranks."""
+    return _declares(model, "supports_ranks")
 
 
 def supports_eagle3(model: object) -> bool:

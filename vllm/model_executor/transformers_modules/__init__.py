@@ -19,6 +19,13 @@
     rotations     replaces rotations of queries and keys, likewise
     model         the model class that the engine sees
 
+A model over several processes needs more:
+
+    stages        runs some of the layers, as a pipeline stage
+    cuts          cuts layers over tensor-parallel ranks, by the plan that transformers has
+    references    keeps what plain transformers computed before the model was cut
+    made_up       gives values to weights that only have a shape
+
 When a model is loaded, the result is compared with plain transformers (vllm.v1.worker.self_check).
 
 Nothing here knows a family. Modules that cannot be served right are refused at the start.

@@ -6,13 +6,15 @@ import inspect
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 
+from vllm.distributed.communicators import GroupClosedError
 from vllm.forward_context import HIDDEN_STATES, Additions, RowSink
 from vllm.model_executor.models.decoder_loop import steer
+from vllm.utils.pipeline_stage import PipelineStage
 
 _SURVEY_TOKENS = 3
 
@@ -31,7 +33,7 @@ def failures_refuse() -> Iterator[None]:
     """Turn any failure of a trial pass into a reason against this way."""
     try:
         yield
-    except NotServableError:
+    except (NotServableError, GroupClosedError):  # another rank has the reason of the latter
         raise
     except Exception as error:
         raise NotServableError(f"a pass over a few tokens fails with {error!r}") from error
@@ -145,6 +147,9 @@ class Boundaries:
         self._additions: Additions = {}
         self._num_layers_to_run: int | None = None
         self._layers_begun: list[int] | None = None
+        self._incoming: torch.Tensor | None = None
+        self.stage = PipelineStage(0, len(layers), len(layers))
+        """The layers that run here; those before them hand on what they get."""
         ends = [-1, *self.running]
         for before, index in pairwise(ends):
             hook = self._before(range(before + 1, index + 1))
@@ -157,14 +162,18 @@ class Boundaries:
         sink: RowSink | None,
         num_layers_to_run: int | None,
         additions: Additions | None = None,
+        incoming: torch.Tensor | None = None,
     ) -> Iterator[None]:
         """Watch one pass: its rows go to ``sink``, and layers from that index on do not run.
-        ``additions`` are those for the tokens of the pass.
+        ``additions`` are those for the tokens of the pass. incoming: the stream of the stage
+        before this one, [tokens, width]. A pass that comes to the next stage's layers ends with
+        LayersDoneError.
 
         RuntimeError: the layers did not run in their order, once each.
         """
         self._sink, self._num_layers_to_run = sink, num_layers_to_run
         self._additions = additions or {}
+        self._incoming = incoming
         begun = self._layers_begun = []
         is_over = False
         try:
@@ -175,9 +184,10 @@ class Boundaries:
             raise
         finally:
             self._sink, self._num_layers_to_run, self._layers_begun = None, None, None
-            self._additions = {}
+            self._additions, self._incoming = {}, None
             last = self.num_layers if num_layers_to_run is None else num_layers_to_run
-            wanted = [index for index in self.running if index < last]
+            own = range(self.stage.first_layer, min(last, self.stage.end_layer))
+            wanted = [index for index in self.running if index in own]
             if is_over and begun != wanted:
                 raise RuntimeError(f"decoder layers ran in the order {begun}, wanted {wanted}")
 
@@ -197,8 +207,14 @@ class Boundaries:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if self._layers_begun is None:
                 return None
+            if indices[-1] < self.stage.first_layer:
+                return None
             stream = args[0] if args else kwargs.get("hidden_states")
+            if indices[-1] >= self.stage.end_layer:
+                raise LayersDoneError(self.rows_of(stream, indices[-1]))
             steered = stream
+            if indices[-1] == self.stage.first_layer and self._incoming is not None:
+                steered = self._like(cast(torch.Tensor, stream), self._incoming)
             for index in indices:
                 steered = self._at_boundary(index, steered)
             self._layers_begun.append(indices[-1])
@@ -235,7 +251,18 @@ class Boundaries:
         return stream
 
     def _as_rows(self, stream: Any, layer_id: int) -> torch.Tensor:
-        """[1, tokens, hidden] or [tokens, hidden] -> [tokens, hidden] in the model's dtype.
+        """Return :meth:`rows_of` in the model's dtype, dense."""
+        rows = self.rows_of(stream, layer_id).to(self._dtype)
+        return rows if rows.stride(-1) == 1 else rows.contiguous()
+
+    def _like(self, stream: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """Bring the result of :meth:`rows_of` into the shape of ``stream``."""
+        if stream.dim() == 4 and len(stream) == self.num_streams and stream.shape[1] == 1:
+            return rows.view(1, len(rows), self.num_streams, -1).movedim(2, 0).contiguous()
+        return rows.view(stream.shape)
+
+    def rows_of(self, stream: Any, layer_id: int) -> torch.Tensor:
+        """[1, tokens, hidden] or [tokens, hidden] -> [tokens, hidden].
 
         With several streams: [1, tokens, streams, hidden] or [streams, 1, tokens, hidden].
         """
@@ -253,5 +280,5 @@ class Boundaries:
             raise NotServableError(
                 f"its stream at layer {layer_id} is {shape}: not one row a token"
             )
-        rows: torch.Tensor = stream.to(self._dtype)
-        return rows if rows.stride(-1) == 1 else rows.contiguous()
+        rows: torch.Tensor = stream
+        return rows

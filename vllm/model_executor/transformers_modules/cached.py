@@ -185,6 +185,22 @@ class LayerCaches(nn.Module):
             layer.device, layer.dtype = state.device, state.dtype
         layer.conv_kernel_size.update(self._kernel_sizes)
 
+    def pretend(self, layer: Any, num_tokens: int) -> None:
+        """Fill a layer of another stage, which nothing reads, so that it has so many tokens."""
+        if self.rows is not None:
+            zero = torch.zeros((), dtype=self.rows.dtype or torch.float32)
+            rows = self.rows
+            keys, values = (
+                zero.expand(1, rows.heads, num_tokens, size)
+                for size in (rows.key_size, rows.value_size)
+            )
+            layer.lazy_initialization(keys, values)
+            layer.keys, layer.values = keys, values
+        if self.states is not None:
+            shapes = zip(self.states.shapes, self.states.dtypes, strict=True)
+            zeros = [torch.zeros((), dtype=dtype).expand(1, *shape) for shape, dtype in shapes]
+            self._fill_states(layer, zeros)
+
     def take(self, layer: Any, part: Part) -> None:
         """Keep the rows of this step's tokens."""
         if self.rows is not None:

@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from vllm.distributed.parallel_state import get_tp_group, tensor_model_parallel_all_reduce
 from vllm.model_executor.layers.fused_moe import RoutedLayer, tokens_at_once
+from vllm.model_executor.transformers_modules.made_up import is_made_up, made_up
 from vllm.model_executor.transformers_modules.mlps import shared_activation
 from vllm.model_executor.transformers_modules.parts import PanelLinear
 from vllm.ops.experts import SortedPairs, combine_experts, sort_by_expert
@@ -43,6 +45,8 @@ class TransformersExperts(RoutedLayer):
         self.down = nn.ModuleList(down)
         # In a tuple, because its module is not a part of this one.
         self._between = (between,)
+        self.is_cut = False
+        """True if each rank has a part of every expert's width."""
 
     def multiply(
         self, x: torch.Tensor, pairs: SortedPairs, norm: Callable[..., torch.Tensor] | None
@@ -59,7 +63,9 @@ class TransformersExperts(RoutedLayer):
                 own = gathered[: end - begin]
                 torch.index_select(x, 0, pairs.tokens[begin:end], out=own)
                 part = down(between(up(own)))
-                outputs[begin:end] = part if norm is None else norm(part)
+                if norm is not None:
+                    part = norm(tensor_model_parallel_all_reduce(part) if self.is_cut else part)
+                outputs[begin:end] = part
         return outputs
 
 
@@ -97,7 +103,11 @@ def _split(module: Any, name: str) -> list[PanelLinear]:
     """Make one linear layer per expert, in the memory of the joined tensor if possible."""
     weights = getattr(module, name).data
     if module.is_transposed:
-        weights = weights.transpose(1, 2).contiguous()
+        weights = weights.transpose(1, 2)
+    if is_made_up(weights):
+        weights = [made_up(weights.shape[1:], weights.dtype)] * len(weights)
+    elif module.is_transposed:
+        weights = weights.contiguous()
     biases = getattr(module, f"{name}_bias").data if module.has_bias else [None] * len(weights)
     return [
         PanelLinear(_parameter(weight), None if bias is None else _parameter(bias))
@@ -123,6 +133,10 @@ def _run_experts(
     experts: TransformersExperts = module.engine_experts
     num_tokens, num_chosen = top_k_index.shape
     experts.top_k = num_chosen
+    if experts.is_cut:
+        # Some products of other modules may differ in their last bits from rank to rank, and so
+        # choose another of two experts that are nearly alike: then parts would not belong together.
+        top_k_index = get_tp_group().broadcast(top_k_index)
     experts.tell_choice(top_k_index, top_k_weights)
     norm = module.post_expert_norm if module.has_post_expert_norm else None
     output = torch.empty_like(hidden_states, memory_format=torch.contiguous_format)
@@ -134,4 +148,6 @@ def _run_experts(
         outputs = experts.multiply(hidden_states[piece], pairs, norm)
         weights = top_k_weights[piece].float().contiguous()
         combine_experts(outputs, pairs.places, weights, None, None, output[piece])
+    if experts.is_cut and norm is None:
+        return tensor_model_parallel_all_reduce(output)
     return output

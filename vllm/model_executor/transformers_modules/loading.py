@@ -6,7 +6,7 @@ import copy
 import logging
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from vllm.config.model_facts import config_value, num_decoder_layers
+from vllm.distributed.parallel_state import get_tensor_model_parallel_world_size
 from vllm.model_executor.language_part import (
     is_language_part,
     name_in_language_part,
@@ -24,13 +25,20 @@ from vllm.model_executor.model_loader.checkpoint import (
     Wanted,
     checkpoint_folder,
     find_weight_files,
+    iterate_mapped_weights,
     iterate_shapes,
     iterate_weights,
 )
 from vllm.model_executor.model_loader.stored_weights import dequantise_all, stored_weights
 from vllm.model_executor.model_loader.weight_utils import check_dtype, each_once
 from vllm.model_executor.models.utils import DERIVED_SUFFIXES, is_zero_bias, other_heads
+from vllm.model_executor.transformers_modules.boundaries import (
+    NotServableError,
+    find_decoder_layers,
+)
 from vllm.model_executor.transformers_modules.choice import auto_class
+from vllm.model_executor.transformers_modules.made_up import make_up
+from vllm.utils.pipeline_stage import PipelineStage
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -40,9 +48,12 @@ _CONVERTED = re.compile(r"tensors destined for (\S+)\. Ckpt contains")
 """Parameters in transformers' report that it makes of several tensors."""
 
 
-def load_causal_lm(vllm_config: VllmConfig) -> Any:
+def load_causal_lm(vllm_config: VllmConfig, stage: PipelineStage) -> Any:
     """Load transformers' causal model of the config, in its dtype; ``load_format="dummy"`` gives
-    weights as transformers initialises them."""
+    weights as transformers initialises them.
+
+    Layers of other stages have made-up values in little memory; their weights are not read.
+    """
     model_config = vllm_config.model_config
     if vllm_config.load_config.load_format == "dummy":
         return _untrained(vllm_config)
@@ -50,12 +61,31 @@ def load_causal_lm(vllm_config: VllmConfig) -> Any:
     files = find_weight_files(checkpoint_folder(model_config, load_config), load_config.load_format)
     with torch.device("meta"):
         untrained = _untrained(vllm_config)
-    wanted = wanted_by(model_config, untrained)
-    stored = stored_weights(model_config, files, iterate_weights(files, wanted), wanted)
-    weights: Iterable[tuple[str, torch.Tensor]] = dequantise_all(stored, model_config.dtype)
-    if is_language_part(model_config):
-        weights = tensors_of_language_part(weights)
-    return _from_weights(model_config, untrained, weights)
+    is_wanted = wanted_by(model_config, untrained)
+    is_cut = get_tensor_model_parallel_world_size() > 1
+    iterate = iterate_mapped_weights if is_cut else iterate_weights
+
+    def load(others: OtherLayers) -> Any:
+        def wanted(name: str) -> bool:
+            return is_wanted(name) and not others.have(name)
+
+        tensors = iterate(files, wanted)
+        stored = stored_weights(model_config, files, tensors, wanted)
+        weights: Iterable[tuple[str, torch.Tensor]] = dequantise_all(stored, model_config.dtype)
+        if is_language_part(model_config):
+            weights = tensors_of_language_part(weights)
+        return _from_weights(model_config, untrained, weights, others)
+
+    others = OtherLayers.of_stage(untrained, stage)
+    model = None
+    # A failure may come of layers that share a weight.
+    with suppress(ValueError) if others else nullcontext():
+        model = load(others)
+    if model is None or _lacks_own(model, others):
+        # The checkpoint has it by the name of another stage's layer.
+        model = load(OtherLayers())
+    make_up(model)
+    return model
 
 
 def outline_causal_lm(vllm_config: VllmConfig, files: list[Path] | None) -> Any:
@@ -79,16 +109,58 @@ def outline_causal_lm(vllm_config: VllmConfig, files: list[Path] | None) -> Any:
     if files is not None:
         _let_head_be_missing(model_config, model, tensors, report)
         _check_complete(report)
-    made: dict[int, nn.Parameter] = {}  # some parameters are tied
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None and parameter.device.type == "meta":
-                made.setdefault(id(parameter), _overlapping(parameter))
-                module._parameters[name] = made[id(parameter)]
-        for name, buffer in module._buffers.items():  # stored buffers, like tables of experts
-            if buffer is not None and buffer.device.type == "meta":
-                module._buffers[name] = torch.zeros((), dtype=buffer.dtype).expand(buffer.shape)
+    make_up(model)
     return model
+
+
+def _lacks_own(model: nn.Module, others: OtherLayers) -> bool:
+    """Return whether some parameter that is not of other layers alone was not read."""
+    parameters = model.named_parameters(remove_duplicate=False)
+    return any(one.is_meta and not others.have(name) for name, one in parameters)
+
+
+class OtherLayers:
+    """The decoder layers of other pipeline stages, by the names of their tensors."""
+
+    def __init__(self, path: str = "", indices: Collection[int] = ()) -> None:
+        """path: that of the list of layers in the module."""
+        self._path, self._indices = path, indices
+        self._number = re.compile(rf"(?:^|\.){re.escape(path.rpartition('.')[2])}\.(\d+)\.")
+
+    @classmethod
+    def of_stage(cls, model: Any, stage: PipelineStage) -> OtherLayers:
+        """Find those of a module. There are none if names do not tell which list is meant."""
+        if stage.is_whole:
+            return cls()
+        try:
+            layers = find_decoder_layers(model, stage.num_layers)
+        except NotServableError:  # the model says so
+            return cls()
+        lists = {
+            name: module
+            for name, module in model.named_modules()
+            if isinstance(module, nn.ModuleList)
+        }
+        path = next(name for name, module in lists.items() if module is layers)
+        last = f".{path}".rpartition(".")[2]
+        alike = [name for name in lists if f".{name}".endswith(f".{last}")]
+        if alike != [path]:
+            return cls()
+        own = range(stage.first_layer, stage.end_layer)
+        return cls(path, [index for index in range(stage.num_layers) if index not in own])
+
+    def __bool__(self) -> bool:
+        return bool(self._indices)
+
+    def have(self, name: str) -> bool:
+        """Return whether a tensor of the checkpoint or a parameter of the module is theirs."""
+        found = self._number.search(name) if self._indices else None
+        return found is not None and int(found[1]) in self._indices
+
+    def shapes(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        """Return tensors without values for all of their parameters."""
+        tensors = model.state_dict().items()
+        return {name: one.as_subclass(_Shape) for name, one in tensors if self.have(name)}
 
 
 def wanted_by(model_config: ModelConfig, model: Any) -> Wanted:
@@ -131,12 +203,16 @@ def _let_head_be_missing(
 
 
 def _from_weights(
-    model_config: ModelConfig, untrained: Any, weights: Iterable[tuple[str, torch.Tensor]]
+    model_config: ModelConfig,
+    untrained: Any,
+    weights: Iterable[tuple[str, torch.Tensor]],
+    others: OtherLayers,
 ) -> Any:
     tensors = {one.written: one.weight for one in each_once(weights, _with_base(untrained))}
     for name, parameter in untrained.named_parameters():
         if name in tensors and parameter.is_floating_point():
             check_dtype(name, tensors[name])
+    tensors |= others.shapes(untrained)
     config = _float_config(model_config)
     model, report = _from_pretrained(model_config, type(untrained), config, tensors)
     if model_config.quantization_config is not None:
@@ -189,14 +265,6 @@ class _Shape(torch.Tensor):
             kwargs.pop("device", None)
             args = tuple(arg for arg in args if not isinstance(arg, torch.device | str | int))
         return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
-
-
-def _overlapping(parameter: torch.Tensor) -> nn.Parameter:
-    """Make random values in that shape; each row begins one element after the row before it."""
-    values = torch.randn(sum(parameter.shape) + 1, generator=torch.Generator().manual_seed(0))
-    fan_in = parameter.shape[-1] if parameter.dim() else 1
-    small = (values / fan_in**0.5).to(parameter.dtype)
-    return nn.Parameter(small.as_strided(parameter.shape, [1] * parameter.dim()), False)
 
 
 def _untrained(vllm_config: VllmConfig) -> Any:

@@ -51,7 +51,7 @@ class SharedMLP:
     ) -> None:
         self._plain = module.forward
         self._modules = list(module.modules())[1:]
-        self._inner, self._activation, self._down = inner, activation, down
+        self.inner, self._activation, self.down = inner, activation, down
         self._dtype = down.rows.parameter.dtype
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -62,13 +62,13 @@ class SharedMLP:
         if x is None or x.dtype is not self._dtype or is_watched:
             return self._plain(*args, **kwargs)
         rows = dense_rows(x)
-        wide = rows.new_empty((len(rows), sum(linear.out_features for linear in self._inner)))
+        wide = rows.new_empty((len(rows), sum(linear.out_features for linear in self.inner)))
         start = 0
-        for linear in self._inner:
+        for linear in self.inner:
             end = start + linear.out_features
             linear.rows.multiply_into(rows, linear.bias, wide[:, start:end])
             start = end
-        output: torch.Tensor = self._down(self._activation(wide))
+        output: torch.Tensor = self.down(self._activation(wide))
         return output.view(*x.shape[:-1], output.shape[-1])
 
 

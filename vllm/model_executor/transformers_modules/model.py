@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -13,17 +14,25 @@ from torch import nn
 
 from vllm.config import set_current_vllm_config
 from vllm.config.model_facts import config_value
+from vllm.distributed.parallel_state import (
+    get_pp_group,
+    get_tensor_model_parallel_world_size,
+    get_world_group,
+)
 from vllm.forward_context import RowSink
 from vllm.logger import init_logger
-from vllm.model_executor.hook_points import HookPoints, with_stream
+from vllm.model_executor.hook_points import HookPoint, HookPoints, with_stream
+from vllm.model_executor.pipeline import keep_parameters_of
 from vllm.model_executor.transformers_modules.boundaries import (
     Boundaries,
     NotServableError,
     drop_encoders,
+    failures_refuse,
     find_decoder,
     find_decoder_layers,
     reads_more_than_text,
 )
+from vllm.model_executor.transformers_modules.cuts import CutEmbedding, cut_modules
 from vllm.model_executor.transformers_modules.experts import replace_experts
 from vllm.model_executor.transformers_modules.hooks import find_module_points
 from vllm.model_executor.transformers_modules.loading import load_causal_lm, wanted_by
@@ -32,12 +41,20 @@ from vllm.model_executor.transformers_modules.one_by_one import OneByOne
 from vllm.model_executor.transformers_modules.one_sequence import OneSequence
 from vllm.model_executor.transformers_modules.parts import replace_linear_layers, replace_norms
 from vllm.model_executor.transformers_modules.positions import follow_lengths
+from vllm.model_executor.transformers_modules.references import Reference, reference_prompts
 from vllm.model_executor.transformers_modules.rotations import replace_rotations
 from vllm.model_executor.transformers_modules.row_by_row import RowByRow
 from vllm.model_executor.transformers_modules.sequences import Sequences
-from vllm.model_executor.transformers_modules.survey import attending_by, register_functions
+from vllm.model_executor.transformers_modules.stages import Division
+from vllm.model_executor.transformers_modules.survey import (
+    attending_by,
+    register_functions,
+    set_attention,
+)
 from vllm.model_executor.transformers_modules.without_cache import WithoutCache
+from vllm.sequence import IntermediateTensors
 from vllm.utils.boundaries import LayerId
+from vllm.utils.pipeline_stage import PipelineStage
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -45,10 +62,15 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 
+Prepared = tuple[Sequences, dict[str, Any]]
+"""The object that runs requests in some way, and its layers in the pool, by name."""
+
+
 class TransformersForCausalLM(nn.Module):
     """A causal model of transformers; :attr:`way` names the way in which requests run."""
 
     supports_row_capture: ClassVar[Literal[True]] = True
+    supports_ranks: ClassVar[Literal[True]] = True
     knows_reference: ClassVar[Literal[True]] = True
     why_weights_stay: str | None = (
         "transformers loaded them when it made its module; make a new engine"
@@ -57,9 +79,11 @@ class TransformersForCausalLM(nn.Module):
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
         self.vllm_config = vllm_config
-        self.causal_lm: Any = self.load(vllm_config).requires_grad_(False).eval()
+        self.stage = _stage_of(vllm_config)
+        self.causal_lm: Any = self.load(vllm_config, self.stage).requires_grad_(False).eval()
         self.why_no_head: str | None = vars(self.causal_lm).get("why_no_head")
         self._reasons: list[str] = []
+        self._division: Division | None = None
         self._ways = list(_WAYS)
         register_functions()
         model_config = vllm_config.model_config
@@ -88,12 +112,84 @@ class TransformersForCausalLM(nn.Module):
             skipped=skipped,
         )
         self.sequences: Sequences
+        self._references: dict[tuple[int, ...], Reference] = {}
+        self._points: list[HookPoint] | None = None
+        self._why_no_norm: tuple[str | None] | None = None
+        self._takes_embeddings: bool | None = None
+        self._cut_embeddings: list[CutEmbedding] = []
+        if get_world_group().world_size > 1:
+            self._divide()
+        self._prepared: dict[str, Prepared] = {}
+        if not self.stage.is_whole:
+            self._prepare_ways()
         self._choose_way()
 
     @staticmethod
-    def load(vllm_config: VllmConfig) -> Any:
-        """Load the module that runs, with its weights."""
-        return load_causal_lm(vllm_config)
+    def load(vllm_config: VllmConfig, stage: PipelineStage) -> Any:
+        """Load the module that runs, with the weights of a stage."""
+        return load_causal_lm(vllm_config, stage)
+
+    @torch.inference_mode()
+    def _divide(self) -> None:
+        """Look at the whole module, for what a part of it cannot tell, and cut it.
+
+        ValueError: it cannot be cut so.
+        """
+        if self.vllm_config.load_config.load_format == "dummy":
+            raise self._not_divided('load_format="dummy" makes whole layers; use a checkpoint')
+        model_config = self.vllm_config.model_config
+        prompts = reference_prompts(model_config.get_vocab_size(), model_config.max_model_len)
+        division = Division(self.causal_lm, self.boundaries, self.stage, self._plain_pass)
+        try:
+            with failures_refuse():
+                references = division.references(prompts)
+        except ValueError as error:
+            raise self._not_divided(str(error)) from error
+        self._references = {
+            tuple(p): reference for p, reference in zip(prompts, references, strict=True)
+        }
+        self._points = self._find_points()
+        self._why_no_norm = (self.why_no_norm(),)
+        if model_config.enable_prompt_embeds:
+            self._takes_embeddings = self._decoder_takes_embeddings()
+        self._division = division
+        if get_tensor_model_parallel_world_size() > 1:
+            try:
+                self._cut()
+            except ValueError as error:
+                raise self._not_divided(str(error)) from error
+
+    def _cut(self) -> None:
+        """Keep this rank's part of each layer."""
+        if self.vllm_config.parallel_config.enable_expert_parallel:
+            raise ValueError("enable_expert_parallel needs a class of this engine; leave it out")
+        self._cut_embeddings = cut_modules(self.causal_lm, self.boundaries.layers)
+        assert self._points is not None
+        with failures_refuse():
+            found = {point.names: point.form for point in self._find_points()}
+        self._points = [replace(p, is_scattered=found.get(p.names) != p.form) for p in self._points]
+
+    def _not_divided(self, reason: str) -> ValueError:
+        parallel = self.vllm_config.parallel_config
+        ranks, stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+        named = [f"tensor_parallel_size={ranks}"] * (ranks > 1)
+        named += [f"pipeline_parallel_size={stages}"] * (stages > 1)
+        instead = "use 1, or pipeline_parallel_size" if stages == 1 else "use 1"
+        return ValueError(
+            f"{', '.join(named)}: {self.description} is not divided: {reason}; {instead}"
+        )
+
+    def keep_stage(self, stage: PipelineStage) -> None:
+        """Keep the weights of this stage, and run it alone from now on."""
+        assert self._division is not None and stage == self.stage
+        self._division.install()
+        kept = self._division.kept_modules(self)
+        keep_parameters_of(self, kept)
+
+    @property
+    def layers_read_embeddings(self) -> bool:
+        """True if this stage needs embeddings."""
+        return self._division is None or bool(self._division.reads_embeddings)
 
     @property
     def decoder(self) -> Any:
@@ -115,6 +211,11 @@ class TransformersForCausalLM(nn.Module):
         text_config = self.vllm_config.model_config.hf_text_config
         if config_value(text_config, ("hidden_size_per_layer_input",)):
             return False
+        if self._takes_embeddings is not None:
+            return self._takes_embeddings
+        return self._decoder_takes_embeddings()
+
+    def _decoder_takes_embeddings(self) -> bool:
         ids = torch.arange(1, 4, device=next(self.causal_lm.parameters()).device)[None]
         try:
             with torch.inference_mode(), attending_by("eager", self.causal_lm):
@@ -136,23 +237,52 @@ class TransformersForCausalLM(nn.Module):
         with set_current_vllm_config(self.vllm_config):
             self._choose_way()
 
+    @property
+    def num_ways_given_up(self) -> int:
+        """Ways before the present one."""
+        return [way for way, _ in _WAYS].index(self.way)
+
     def _choose_way(self) -> None:
         while self._ways:
-            self.way, make = self._ways.pop(0)
-            registered = self.vllm_config.compilation_config.static_forward_context
-            before = set(registered)
-            try:
-                self.sequences = make(
-                    self.vllm_config, self.causal_lm, self.decoder, self.boundaries
-                )
-            except NotServableError as error:
-                for name in registered.keys() - before:
-                    del registered[name]
-                self._note(str(error))
-            else:
+            way, make = self._ways.pop(0)
+            made = self._prepared.get(way) or self._make(way, make)
+            if made is not None:
+                self.way = way
+                self.sequences, layers = made
+                self.vllm_config.compilation_config.static_forward_context.update(layers)
+                set_attention(self.causal_lm, self.sequences.attends_by)
                 logger.info("%s runs %s.", self.description, self.way_in_words)
                 return
         raise self._refusal()
+
+    def _make(self, way: str, make: Callable[..., Sequences]) -> Prepared | None:
+        """Make what runs requests in that way, with its layers in the pool, by name. None: the
+        module cannot; the reason is noted."""
+        self.way = way
+        registered = self.vllm_config.compilation_config.static_forward_context
+        before = set(registered)
+        try:
+            sequences = make(self.vllm_config, self.causal_lm, self.decoder, self.boundaries)
+        except NotServableError as error:
+            self._note(str(error))
+            sequences = None
+        added = [name for name in registered if name not in before]
+        layers = {name: registered.pop(name) for name in added}
+        return None if sequences is None else (sequences, layers)
+
+    def _prepare_ways(self) -> None:
+        """Make all ways that there may be need of, while all layers have values."""
+        for way, make in self._ways:
+            keeps_states = any(one.keeps_states for one, _ in self._prepared.values())
+            if make is WithoutCache and _WAYS[0][0] in self._prepared and not keeps_states:
+                continue  # its check takes long passes, and attention goes well in other ways
+            reasons = list(self._reasons)
+            made = self._make(way, make)
+            if made is not None:
+                self._prepared[way] = made
+            elif self._prepared:
+                self._reasons = reasons
+        self._ways = [one for one in self._ways if one[0] in self._prepared]
 
     def _note(self, reason: str) -> None:
         """Note a reason against a way once; similar ways have the same reason."""
@@ -170,6 +300,8 @@ class TransformersForCausalLM(nn.Module):
         )
 
     def _refusal(self) -> ValueError:
+        if self._division is not None:
+            return self._not_divided("; ".join(self._reasons))
         return ValueError(f"{self.description} cannot be served ({'; '.join(self._reasons)})")
 
     def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
@@ -181,16 +313,18 @@ class TransformersForCausalLM(nn.Module):
         self,
         input_ids: torch.Tensor,
         positions: torch.Tensor,
-        intermediate_tensors: Any = None,
+        intermediate_tensors: IntermediateTensors | None = None,
         inputs_embeds: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """input_ids, positions: int64 [tokens] of the flat batch -> [tokens, hidden]."""
-        assert intermediate_tensors is None, "one process runs all layers"
+    ) -> torch.Tensor | IntermediateTensors:
+        """input_ids, positions: int64 [tokens] of the flat batch -> [tokens, hidden]; from a stage
+        that is not the last one the stream."""
+        stream = None if intermediate_tensors is None else intermediate_tensors["hidden_states"]
         tokens = {"input_ids": input_ids}
         if inputs_embeds is not None:
             tokens = {"inputs_embeds": inputs_embeds}
         with _row_by_row(positions):
-            return self.sequences.run(tokens, positions)
+            hidden = self.sequences.run(tokens, positions, stream)
+        return hidden if self.stage.is_last else IntermediateTensors({"hidden_states": hidden})
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """[rows, hidden] -> [rows, vocabulary], by the model's own head and what follows it."""
@@ -222,11 +356,13 @@ class TransformersForCausalLM(nn.Module):
     @torch.inference_mode()
     def why_no_norm(self) -> str | None:
         """Return why there is no final norm: the decoder returns the stream as it is; else None."""
+        if self._why_no_norm is not None:
+            return self._why_no_norm[0]
         last = _LastStream(self.boundaries.num_layers)
         returned: list[torch.Tensor] = []
         handle = self.decoder.register_forward_hook(lambda *call: returned.append(call[2][0][0]))
         try:
-            self.reference([0, 1, 2], last)
+            self._plain_pass([0, 1, 2], last)
         finally:
             handle.remove()
         if not torch.equal(returned[0], last.stream):
@@ -241,14 +377,17 @@ class TransformersForCausalLM(nn.Module):
 
     def find_hook_points(self, dtype: torch.dtype) -> HookPoints:
         """Find the modules of decoder layers that return one tensor of a row per token."""
-        names = {module: name for name, module in self.causal_lm.named_modules()}
-        found = find_module_points(self.boundaries.layers, names, self._run_few_tokens)
+        found = self._find_points() if self._points is None else self._points
         points = with_stream(found, self.vllm_config.model_config)
         return HookPoints(points, lambda: self.boundaries.sink)
 
+    def _find_points(self) -> list[HookPoint]:
+        names = {module: name for name, module in self.causal_lm.named_modules()}
+        return list(find_module_points(self.boundaries.layers, names, self._run_few_tokens))
+
     @torch.inference_mode()
     def _run_few_tokens(self, num_tokens: int) -> None:
-        self.reference(list(range(num_tokens)), _Nothing())
+        self._plain_pass(list(range(num_tokens)), None)
 
     @contextmanager
     def _decoder_returns(self, hidden_states: torch.Tensor) -> Iterator[None]:
@@ -258,10 +397,14 @@ class TransformersForCausalLM(nn.Module):
         decoder = modules[name]
         output = self.sequences.output_class(last_hidden_state=hidden_states)
         modules[name] = _Computed(decoder, output)
+        for embedding in self._cut_embeddings:
+            embedding.is_muted = True
         try:
             yield
         finally:
             modules[name] = decoder
+            for embedding in self._cut_embeddings:
+                embedding.is_muted = False
 
     def make_skipper(self) -> Callable[[str], str | None]:
         """Return a function that names the skipped part of the checkpoint that has a tensor."""
@@ -273,10 +416,32 @@ class TransformersForCausalLM(nn.Module):
         return {name for name, _ in self.named_parameters()}
 
     @torch.inference_mode()
-    def reference(self, token_ids: list[int], sink: RowSink) -> torch.Tensor:
-        """Run plain transformers: rows of a prompt to ``sink``; -> logits [tokens, vocabulary]."""
+    def reference(self, token_ids: list[int], sink: RowSink) -> torch.Tensor | None:
+        """Run plain transformers: rows of a prompt to ``sink``; -> logits [tokens, vocabulary].
+
+        A stage puts rows of its own layers, and returns None unless it is the last one. A model
+        that is cut knows the results of :func:`reference_prompts`, from before.
+        """
+        if self._division is not None:
+            known = self._references[tuple(token_ids)]
+            known.put_into(sink)
+            return known.logits
+        return self._plain_pass(token_ids, sink)
+
+    def reference_stream(self, token_ids: list[int], begin: int, end: int) -> torch.Tensor | None:
+        """Return the stream that enters this stage at tokens of a reference, with all before them
+        if the way in which requests run needs these; None: it is the first stage."""
+        incoming = self._references[tuple(token_ids)].incoming if self._references else None
+        if incoming is None:
+            return None
+        return incoming[0 if self.sequences.reads_all_tokens else begin : end]
+
+    def _plain_pass(
+        self, token_ids: list[int], sink: RowSink | None, incoming: torch.Tensor | None = None
+    ) -> torch.Tensor:
         device = next(self.causal_lm.parameters()).device
-        with attending_by("eager", self.causal_lm), self.boundaries.watch(sink, None):
+        watched = self.boundaries.watch(sink, None, incoming=incoming)
+        with attending_by("eager", self.causal_lm), watched:
             ids = torch.tensor([token_ids], device=device)
             logits: torch.Tensor = self.causal_lm(input_ids=ids, use_cache=False).logits[0]
         return logits
@@ -284,15 +449,6 @@ class TransformersForCausalLM(nn.Module):
 
 class _HeadReachedError(Exception):
     """Ends a pass at the LM head."""
-
-
-class _Nothing(RowSink):
-    """Keeps nothing."""
-
-    layer_ids = frozenset()
-
-    def put(self, source: str, index: LayerId, *values: Any) -> None:
-        raise AssertionError("nothing was requested")
 
 
 class _LastStream(RowSink):
@@ -324,6 +480,15 @@ class _Computed(nn.Module):
             return super().__getattr__(name)
         except AttributeError:
             return getattr(self._decoder[0], name)
+
+
+def _stage_of(vllm_config: VllmConfig) -> PipelineStage:
+    """Return this process's stage; a process without others has all layers."""
+    model_config = vllm_config.model_config
+    if get_pp_group().world_size > 1:
+        return model_config.stage_of(vllm_config.parallel_config)
+    num_layers = model_config.get_total_num_hidden_layers()
+    return PipelineStage(0, num_layers, num_layers)
 
 
 def _row_by_row(x: torch.Tensor) -> Any:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from vllm.forward_context import RowSink, get_forward_context
+from vllm.forward_context import RowSink
 from vllm.model_executor.language_part import running_config
 from vllm.model_executor.transformers_modules.boundaries import (
     Boundaries,
@@ -72,6 +72,7 @@ class OneByOne(EachByItself):
             LayerCaches(layer, _SURVEY_TOKENS, dtype, f"layers.{index}")
             for index, layer in enumerate(cache.layers)
         ]
+        self.keeps_states = any(caches.states is not None for caches in self._caches)
         self._caches_per_layer = max(1, len(self._caches) // boundaries.num_layers)
         self.layer_names = [name for caches in self._caches for name in caches.layer_names]
         if not self.layer_names:
@@ -82,30 +83,51 @@ class OneByOne(EachByItself):
         part: Part,
         tokens: Mapping[str, torch.Tensor],
         positions: torch.Tensor,
+        incoming: torch.Tensor | None,
         sink: RowSink,
     ) -> torch.Tensor:
         cache = self._new_cache()
         if part.num_computed:
-            for caches, layer in zip(self._caches, cache.layers, strict=True):
+            for caches, layer in self._of_layers(cache, self._stage_layers):
                 caches.fill(layer, part)
+        self._pretend(cache, part.num_computed)
         outputs = []
         begin = 0
         for end in self._cuts(part):
             given = {name: part_of[begin:end] for name, part_of in tokens.items()}
             decode = partial(self._call, cache, given, positions[begin:end])
             places = range(part.num_computed + begin, part.num_computed + end)
-            outputs.append(self._pass(decode, sink, part, places))
+            stream = None if incoming is None else incoming[begin:end]
+            outputs.append(self._pass(decode, sink, part, places, stream))
+            self._pretend(cache, places.stop)
             self._keep_states(cache, part, end)
             begin = end
-        for caches, layer in zip(self._caches_of_pass, cache.layers, strict=False):
+        for caches, layer in self._of_layers(cache, self._own_layers):
             caches.take(layer, part)
         return torch.cat(outputs)
 
     @property
-    def _caches_of_pass(self) -> list[LayerCaches]:
-        """The caches of the decoder layers that run; a layer of LongCat-Flash has two."""
-        last = get_forward_context().num_layers_to_run
-        return self._caches[: None if last is None else last * self._caches_per_layer]
+    def _stage_layers(self) -> range:
+        stage = self._boundaries.stage
+        return range(stage.first_layer, stage.end_layer)
+
+    def _of_layers(self, cache: Any, layers: range) -> list[tuple[LayerCaches, Any]]:
+        """Return the caches of decoder layers, each with its layer of ``cache``; a layer of
+        LongCat-Flash has two."""
+        pairs = zip(self._caches, cache.layers, strict=True)
+        last = self._boundaries.num_layers - 1
+        return [
+            pair
+            for number, pair in enumerate(pairs)
+            if min(number // self._caches_per_layer, last) in layers
+        ]
+
+    def _pretend(self, cache: Any, num_tokens: int) -> None:
+        """Let layers of other stages have so many tokens, because some modules count them there."""
+        first, end, num_layers = self._boundaries.stage
+        for layers in (range(first), range(end, num_layers)) if num_tokens else ():
+            for caches, layer in self._of_layers(cache, layers):
+                caches.pretend(layer, num_tokens)
 
     def _cuts(self, part: Part) -> list[int]:
         """Numbers of tokens after which a pass ends: where states are kept, and at the end."""
@@ -119,7 +141,7 @@ class OneByOne(EachByItself):
         return sorted(cuts)
 
     def _keep_states(self, cache: Any, part: Part, num_tokens: int) -> None:
-        for caches, layer in zip(self._caches_of_pass, cache.layers, strict=False):
+        for caches, layer in self._of_layers(cache, self._own_layers):
             if caches.states is None:
                 continue
             plan = caches.states.plan()

@@ -43,6 +43,8 @@ _SURVEY_TOKENS = 7
 class OneSequence(Sequences):
     """Runs a transformers decoder on the flat batch of a step."""
 
+    attends_by = POOLED
+
     def __init__(
         self, vllm_config: VllmConfig, causal_lm: Any, decoder: Any, boundaries: Boundaries
     ) -> None:
@@ -76,6 +78,7 @@ class OneSequence(Sequences):
                 )
             )
         self._callers = [call.module for call in calls]
+        self._layers = [call.layer for call in calls]
         self._dtype = dtype
         self._next = 0
 
@@ -116,21 +119,28 @@ class OneSequence(Sequences):
             )
         return survey.calls
 
-    def run(self, tokens: Mapping[str, torch.Tensor], positions: torch.Tensor) -> torch.Tensor:
+    def run(
+        self,
+        tokens: Mapping[str, torch.Tensor],
+        positions: torch.Tensor,
+        incoming: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         (decoder,) = self._decoders
         given = {name: tensor[None] for name, tensor in tokens.items()}
-        self._next = 0
+        own = [number for number, layer in enumerate(self._layers) if layer in self._own_layers]
+        self._next = own[0] if own else 0
+        end = self._next + len(own)
 
         def decode() -> Any:
-            output = decoder(**given, position_ids=positions[None], use_cache=False)
-            if self._next != len(self.attention):
-                raise RuntimeError(f"{self._next} of {len(self.attention)} attention layers ran")
-            return output
+            return decoder(**given, position_ids=positions[None], use_cache=False)
 
         context = get_forward_context()
         additions = None if context.steering is None else context.steering.additions
         with attention_by(self.attend), rotated_as_long(are_long(positions)):
-            return self._hidden_of(decode, context.row_sink, additions)
+            hidden = self._hidden_of(decode, context.row_sink, additions, incoming)
+        if self._next != end:
+            raise RuntimeError(f"{self._next} of {end} attention layers ran")
+        return hidden
 
     def attend(
         self,

@@ -4,20 +4,36 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
 
+from vllm.distributed.parallel_state import (
+    tensor_model_parallel_all_gather,
+    tensor_model_parallel_all_reduce,
+)
 from vllm.model_executor.layers.layer import Layer
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm, LayerNorm, RMSNorm
 from vllm.model_executor.layers.weight import Weight, weight_of
+from vllm.model_executor.transformers_modules.made_up import is_made_up, made_up
 
 
 def dense_rows(x: torch.Tensor) -> torch.Tensor:
     """[..., n] -> [rows, n] with dense rows."""
     rows = x.flatten(0, -2) if x.dim() > 1 else x.reshape(1, -1)
     return rows if rows.stride(1) == 1 else rows.contiguous()
+
+
+class LinearCut(NamedTuple):
+    """The work of a linear layer beside its product, if ranks share it."""
+
+    reduces: bool = False
+    """True: the results of all ranks are summed."""
+    gathers: int | None = None
+    """Outputs of all ranks together; None: each rank has its own."""
+    first_column: int | None = None
+    """The first input of this rank, if it gets those of all; None: it gets its own."""
 
 
 class PanelLinear(Layer):
@@ -32,6 +48,7 @@ class PanelLinear(Layer):
         self.out_features, self.in_features = weight.shape
         self.weight = weight
         self.bias = bias
+        self.cut: LinearCut | None = None
         weight_of(weight)
 
     def __getattr__(self, name: str) -> Any:
@@ -39,7 +56,7 @@ class PanelLinear(Layer):
         if name == "weight" and parameter is not None:
             weight = weight_of(parameter)
             if not weight.is_in_rows:
-                return weight.look_up(torch.arange(self.out_features, device=parameter.device))
+                return weight.look_up(torch.arange(weight.shape[0], device=parameter.device))
             weight.stays_in_rows = True
         return super().__getattr__(name)
 
@@ -52,8 +69,15 @@ class PanelLinear(Layer):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in_features] -> [..., out_features]."""
-        out = self.rows.multiply(dense_rows(x), self.bias)
-        return out.view(*x.shape[:-1], self.out_features)
+        rows, cut = dense_rows(x), self.cut
+        if cut is not None and cut.first_column is not None:
+            rows = rows.narrow(1, cut.first_column, self.in_features)
+        out = self.rows.multiply(rows, self.bias)
+        if cut is not None and cut.reduces:
+            out = tensor_model_parallel_all_reduce(out)
+        if cut is not None and cut.gathers is not None:
+            out = tensor_model_parallel_all_gather(out)[:, : cut.gathers]
+        return out.reshape(*x.shape[:-1], self.out_features)
 
 
 def replace_linear_layers(model: nn.Module) -> int:
@@ -82,7 +106,9 @@ def _as_ours(module: nn.Module) -> PanelLinear | None:
     if type(module) is nn.Linear:
         return PanelLinear(cast(nn.Parameter, module.weight), module.bias)
     if isinstance(module, Conv1D):  # GPT-2's layer, whose weight is [in, out]
-        turned = module.weight.data.T.contiguous()
+        turned = module.weight.data.T
+        is_real = not is_made_up(turned)
+        turned = turned.contiguous() if is_real else made_up(turned.shape, turned.dtype)
         return PanelLinear(nn.Parameter(turned, requires_grad=False), module.bias)
     return None
 

@@ -41,6 +41,7 @@ class WithoutCache(EachByItself):
     """Runs a transformers decoder over all tokens of a request whenever tokens are added."""
 
     takes_embeddings = False
+    reads_all_tokens = True
 
     def __init__(
         self, vllm_config: VllmConfig, causal_lm: Any, decoder: Any, boundaries: Boundaries
@@ -86,12 +87,19 @@ class WithoutCache(EachByItself):
         part: Part,
         tokens: Mapping[str, torch.Tensor],
         positions: torch.Tensor,
+        incoming: torch.Tensor | None,
         sink: RowSink,
     ) -> torch.Tensor:
         ids = self._all_ids(part, tokens["input_ids"])
         later = _LaterRows(sink, part.num_computed)
         decode = partial(self._call, ids)
-        return self._pass(decode, later, part, range(len(ids)))[part.num_computed :]
+        hidden = self._pass(decode, later, part, range(len(ids)), incoming)
+        return hidden if self._hands_on else hidden[part.num_computed :]
+
+    @property
+    def _hands_on(self) -> bool:
+        """True if the next stage needs the stream of all tokens."""
+        return not self._boundaries.stage.is_last
 
     def _call(self, ids: torch.Tensor) -> Any:
         (decoder,) = self._decoders

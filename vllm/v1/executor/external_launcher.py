@@ -76,13 +76,26 @@ class ExternalLauncherExecutor(UniProcExecutor):
             ) from error
         try:
             self._check_terms()
-            self._on_all("load_model", None, partial(UniProcExecutor.__init__, self, vllm_config))
+            self._load()
             runner = self.worker.model_runner
             reasons = (runner.no_norm_reason, runner.no_steering_reason, runner.no_head_reason)
             self._reasons = self._on_all("reasons", None, lambda: reasons)[parallel.driver_rank]
         except BaseException:
             self._leave()
             raise
+
+    def _load(self) -> None:
+        """Load the model, and let all stages run requests in the way that the last came to."""
+
+        def load() -> int:
+            UniProcExecutor.__init__(self, self._config)
+            return self._num_ways_given_up
+
+        given_up = self._on_all("load_model", None, load)
+        while len(set(given_up)) > 1:
+            most = max(given_up)
+            give_up = partial(self.worker.give_up_ways, most)
+            given_up = self._on_all("give_up_ways", most, give_up)
 
     def _check_terms(self) -> None:
         """Raise ValueError if the processes have other options, versions or checkpoints."""

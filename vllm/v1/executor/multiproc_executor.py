@@ -98,14 +98,22 @@ class MultiprocExecutor(UniProcExecutor):
         try:
             self._start_others()
             self._meet()
-            with self._together("load_model"):
+            with self._together("load_model") as given_up:
                 super().__init__(vllm_config)
+            self._agree_on_way([self._num_ways_given_up, *given_up])
         except RankDiedError as death:
             self._end_others()
             raise FailureError(Failure(FailureKind.ENGINE_DEAD, str(death))) from death
         except BaseException:
             self._end_others()
             raise
+
+    def _agree_on_way(self, given_up: list[int]) -> None:
+        """Let all stages run requests in the way that the last of them came to."""
+        while len(set(given_up)) > 1:
+            with self._together("give_up_ways", max(given_up)) as others:
+                own = self.worker.give_up_ways(max(given_up))
+            given_up = [own, *others]
 
     def _start_others(self) -> None:
         """Start the other processes, with memory that all ranks share."""

@@ -91,10 +91,13 @@ class Rank:
             self._group.communicator.close()
         self._links.close()
 
-    def load_model(self) -> None:
+    def load_model(self) -> int:
         load_general_plugins()
         self.worker = worker_class(self._config)(self._config)
-        self.worker.load_model()
+        return self.worker.load_model()
+
+    def give_up_ways(self, number: int) -> int:
+        return self.worker.give_up_ways(number)
 
     def determine_available_memory(self) -> int:
         return self.worker.determine_available_memory()

@@ -56,7 +56,7 @@ class UniProcExecutor:
     def __init__(self, vllm_config: VllmConfig) -> None:
         self.worker = worker_class(vllm_config)(vllm_config)
         try:
-            self.worker.load_model()
+            self._num_ways_given_up = self.worker.load_model()
         except BaseException:
             self._end_worker()
             raise
@@ -102,8 +102,17 @@ class UniProcExecutor:
         return [call_worker(self.worker, call)]
 
     def find_hooks(self, names: Iterable[str]) -> list[HookPoint]:
-        """Return the model's hook points of these names. ValueError: it has no such point."""
-        return [self.worker.model_runner.hook_points.find(name) for name in names]
+        """Return the model's hook points of these names. ValueError: it has no such point, or
+        its values are in parts on the ranks."""
+        points = [self.worker.model_runner.hook_points.find(name) for name in names]
+        for point in points:
+            if point.is_scattered:
+                ranks = self.worker.vllm_config.parallel_config.tensor_parallel_size
+                raise ValueError(
+                    f"hooks: {point.names[0]!r} is cut over the ranks of tensor_parallel_size="
+                    f"{ranks}; leave it out, or use tensor_parallel_size=1"
+                )
+        return points
 
     def get_kv_connector_handshake_metadata(self) -> Any:
         """Return the data by which others reach the connector's worker side; None: none."""

@@ -38,6 +38,7 @@ from vllm.model_executor.models.interfaces import (
     MayNotBeSteered,
     check_takes_embeds,
     supports_eagle3,
+    supports_ranks,
     supports_row_capture,
 )
 from vllm.model_executor.utils import is_all_ours
@@ -149,7 +150,9 @@ class GPUModelRunner:
         self._is_all_ours = is_all_ours(self.model)
         if self._is_all_ours:
             settle_attributes(self.model)
-        elif (num_ranks := self.vllm_config.parallel_config.tensor_parallel_size) > 1:
+        elif (
+            num_ranks := self.vllm_config.parallel_config.tensor_parallel_size
+        ) > 1 and not supports_ranks(self.model):
             raise ValueError(
                 f"tensor_parallel_size={num_ranks}: {type(self.model).__name__} has modules of "
                 "other packages, which are not cut over ranks; use 1"

@@ -42,14 +42,28 @@ class Worker:
         self.model_runner = GPUModelRunner(vllm_config, self.device)
         self._asleep: frozenset[str] = frozenset()  # tags of the memory that is freed
 
-    def load_model(self) -> None:
-        """Build the model, read its weights, and compare it with its reference if it knows one."""
+    def load_model(self) -> int:
+        """Build the model, read its weights, and compare it with its reference if it knows one.
+
+        Returns how many ways of running requests were given up; all ranks have to give up as many.
+        """
         self.model_runner.load_model()
         if knows_reference(self.model_runner.model):
             check_against_reference(self.model_runner)
         model = self.model_runner.model
         self._weights = WeightUpdates(model, self.vllm_config)
         self._receiver = WeightReceiver(self._weights, self.device, num_weight_bytes(model))
+        return self.give_up_ways(0)
+
+    def give_up_ways(self, number: int) -> int:
+        """Give up so many ways or more; returns how many. ValueError: there is no other way."""
+        model = self.model_runner.model
+        if not knows_reference(model):
+            return 0
+        while model.num_ways_given_up < number:
+            model.fall_back("another rank gave it up")
+            check_against_reference(self.model_runner)
+        return model.num_ways_given_up
 
     def determine_available_memory(self) -> int:
         """Bytes that the pool may take, with the model loaded and beside the largest step.

@@ -128,7 +128,7 @@ class Pipeline:
 
     def reads_embeddings(self, model: Any) -> bool:
         """Return whether the stage's part of the model begins with embeddings."""
-        return self.stage.is_first or model.model.layers_read_embeddings
+        return self.stage.is_first or bool(model.layers_read_embeddings)
 
     def run(
         self,
@@ -185,7 +185,9 @@ def pool_share(vllm_config: VllmConfig, layout: PoolLayout) -> float:
             if group.kv_cache_spec.holds_rows:
                 return 1.0  # rows are in the engine's process alone
             layers = [layer_of(name) for name in group.layer_names]
-            most = max(most, sum(layer in own for layer in layers) / len(layers))
+            # What belongs to no layer is in every stage.
+            count = sum(layer is None or layer in own for layer in layers)
+            most = max(most, count / len(layers))
     return most
 
 

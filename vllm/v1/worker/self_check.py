@@ -8,15 +8,16 @@ what it seemed to be is refused before it serves a request.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
-from vllm.forward_context import ForwardContext, RowSink, set_forward_context
+from vllm.distributed.communicators import GroupClosedError
+from vllm.forward_context import ForwardContext, set_forward_context
 from vllm.logger import init_logger
+from vllm.model_executor.transformers_modules.references import KeptRows, reference_prompts
 from vllm.sampling_params import SamplingParams
-from vllm.utils.boundaries import LayerId
+from vllm.sequence import IntermediateTensors
 from vllm.v1.cache_kinds.base import KVCacheConfig
 from vllm.v1.core.kv_cache_utils import PoolLayout, plan_layout
 from vllm.v1.worker.input_batch import EagerInputs, RequestState, layer_metadata, make_batch
@@ -26,10 +27,8 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
-_LENGTHS = (21, 9)
-"""Tokens of the prompts."""
 _STEPS = ((12, 9), (4, 0), *((1, 0),) * 5)
-"""Tokens of each prompt in each step."""
+"""Tokens of each reference prompt in each step."""
 _MOST_ERROR = 1e-3
 """Largest error of a row in float32, as a share of its layer's root mean square."""
 _MOST_ERROR_16_BIT = 0.02
@@ -42,20 +41,6 @@ wrong ones at least 1.9.
 """
 _FEWEST_ROWS = 4
 """Rows of the smallest chunk whose middle row is meaningful."""
-_SEED = 5
-
-
-class _KeptRows(RowSink):
-    """Keeps every boundary of every pass."""
-
-    def __init__(self, num_layers: int) -> None:
-        self.layer_ids = frozenset(range(num_layers + 1))
-        self.rows: dict[LayerId, list[torch.Tensor]] = {i: [] for i in range(num_layers + 1)}
-
-    def put(self, source: str, index: LayerId, *values: Any) -> None:
-        hidden, residual = values
-        stream = hidden if residual is None else hidden + residual
-        self.rows[index].append(stream.float().clone())
 
 
 def check_against_reference(runner: GPUModelRunner) -> None:
@@ -75,27 +60,26 @@ def _difference(runner: GPUModelRunner) -> str | None:
     """Describe a difference between the model and its reference; None: there is none."""
     model_config = runner.vllm_config.model_config
     num_layers = model_config.get_total_num_hidden_layers()
-    generator = np.random.default_rng(_SEED)
-    longest = model_config.max_model_len
-    prompts = [
-        generator.integers(model_config.get_vocab_size(), size=min(length, longest)).tolist()
-        for length in _LENGTHS
-    ]
+    prompts = reference_prompts(model_config.get_vocab_size(), model_config.max_model_len)
     expected = []
     for prompt in prompts:
-        sink = _KeptRows(num_layers)
+        sink = KeptRows(num_layers)
         try:
             logits = runner.model.reference(prompt, sink)
         except Exception as failure:
             return f"transformers' own pass over a few tokens fails with {failure!r}"
-        expected.append([*(torch.cat(rows) for rows in sink.rows.values()), logits.float()])
+        expected.append(_columns(sink, logits))
     try:
         actual = _computed(runner, prompts, num_layers)
-    except Exception as failure:  # any error is a reason to compute in another way
+    except GroupClosedError:  # another rank has the reason
+        raise
+    except Exception as failure:  # any other error is a reason to compute in another way
         return f"a pass over a few tokens fails with {failure!r}"
-    for layer_id in range(num_layers + 2):
+    first = runner.pipeline.stage.first_layer
+    for place in range(len(expected[0])):
+        layer_id = first + place
         pairs = zip(actual, expected, strict=True)
-        error = max(_error(a[layer_id], e[layer_id], model_config.dtype) for a, e in pairs)
+        error = max(_error(a[place], e[place], model_config.dtype) for a, e in pairs)
         most = _most_error(layer_id, model_config.dtype)
         if not error <= most:
             part = "the logits" if layer_id > num_layers else f"the rows of layer {layer_id}"
@@ -132,7 +116,9 @@ def _computed(
     states, config = _requests(layout, prompts)
     runner.bind_pool(config)
     runner.pool.fill_(-1)  # NaN in every float type
-    parts: list[list[list[torch.Tensor]]] = [[[] for _ in range(num_layers + 2)] for _ in prompts]
+    stage = runner.pipeline.stage
+    num_columns = stage.end_layer - stage.first_layer + 2 * stage.is_last
+    parts: list[list[list[torch.Tensor]]] = [[[] for _ in range(num_columns)] for _ in prompts]
     done = [0] * len(prompts)
     try:
         for counts in _STEPS:
@@ -142,7 +128,11 @@ def _computed(
             running = [r for r, length in enumerate(lengths) if length]
             if not running:
                 continue
-            rows = _step(runner, config, states, running, done, lengths, num_layers)
+            streams = [
+                runner.model.reference_stream(prompts[r], done[r], done[r] + lengths[r])
+                for r in running
+            ]
+            rows = _step(runner, config, states, running, done, lengths, num_layers, streams)
             for r, own in zip(running, rows, strict=True):
                 done[r] += lengths[r]
                 for column, part in zip(parts[r], own, strict=True):
@@ -150,6 +140,12 @@ def _computed(
     finally:
         runner.release_pool()
     return [[torch.cat(column) for column in columns] for columns in parts]
+
+
+def _columns(sink: KeptRows, logits: torch.Tensor | None) -> list[torch.Tensor]:
+    """Return the rows of every boundary that there is, then the logits."""
+    rows = [torch.cat(parts) for parts in sink.rows.values() if parts]
+    return rows if logits is None else [*rows, logits.float()]
 
 
 def _requests(
@@ -176,8 +172,12 @@ def _step(
     done: list[int],
     lengths: list[int],
     num_layers: int,
+    streams: list[torch.Tensor | None],
 ) -> list[list[torch.Tensor]]:
-    """Run a step; return rows and logits of the running requests' next tokens."""
+    """Run a step; return rows and logits of the running requests' next tokens.
+
+    streams: what enters this pipeline stage, of each running request.
+    """
     limit, offsets = runner.vllm_config.model_config.longrope_limit, None
     if limit is not None:
         offsets = [limit * (states[r].num_prompt_tokens > limit) for r in running]
@@ -185,7 +185,7 @@ def _step(
     batch = make_batch([states[r] for r in running], *counts, offsets)
     device = runner.device
     inputs = EagerInputs(batch, config, device, snapshots={}, ending=())
-    sink = _KeptRows(num_layers)
+    sink = KeptRows(num_layers)
     token_ids = torch.from_numpy(batch.token_ids).to(device)
     positions = torch.from_numpy(batch.positions).to(device)
     rotary = batch.rotary_positions
@@ -195,10 +195,10 @@ def _step(
         rotary_positions=None if rotary is None else torch.from_numpy(rotary).to(device),
     )
     with set_forward_context(context):
-        hidden = runner.model(token_ids, positions)
-    columns = [
-        *(torch.cat(rows) for rows in sink.rows.values()),
-        runner.model.compute_logits(hidden).float(),
-    ]
+        entering = [stream for stream in streams if stream is not None]
+        options = [IntermediateTensors({"hidden_states": torch.cat(entering)})] if entering else []
+        hidden = runner.model(token_ids, positions, *options)
+    is_last = runner.pipeline.stage.is_last
+    columns = _columns(sink, runner.model.compute_logits(hidden) if is_last else None)
     sizes = [lengths[r] for r in running]
-    return [list(own) for own in zip(*(column.split(sizes) for column in columns), strict=True)]
+    return [list(own) for own in zip(*(torch.split(x, sizes) for x in columns), strict=True)]
