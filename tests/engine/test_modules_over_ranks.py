@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.engine import rank_functions
+from tests.engine import rank_functions, test_ranks
 from tests.engine.harness import engine, greedy
 from tests.engine.test_ranks import (
     OPTIONS,
     PROMPTS,
     SAMPLED,
     rank_processes,
-    results,
     same_bits,
     tokens,
 )
@@ -31,6 +31,7 @@ MODULES = {**OPTIONS, "model_impl": "transformers"}
 FAMILY = "llama"
 TENSOR = {"tensor_parallel_size": 2}
 STAGES = {"pipeline_parallel_size": 2}
+results = partial(test_ranks.results, hooks=["blocks.2.hook_attn_out", "blocks.1.hook_mlp_out"])
 
 
 @pytest.fixture(scope="module")
