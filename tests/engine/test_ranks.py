@@ -147,11 +147,9 @@ def test_a_step_that_fails_on_one_rank_fails_alone(pair: LLM, failing_rank: int)
 def test_what_ranks_cannot_do_is_refused_by_name(pair: LLM, checkpoint: Checkpoint) -> None:
     with pytest.raises(ValueError, match=r"hook_z' is cut over the ranks.*tensor_parallel_size=1"):
         list(pair.extract(PROMPTS[:1], layers=[1], hooks=["blocks.1.attn.hook_z"]))
-    offloading = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
     for options, message in (
         ({"distributed_executor_backend": "uni"}, "'uni' has one rank"),
         ({"enable_lora": True}, "=2 with enable_lora"),
-        ({"kv_transfer_config": offloading}, "=2 with kv_connector='OffloadingConnector'"),
     ):
         with pytest.raises(ValueError, match=message):
             LLM(str(checkpoint("llama")), **{**OPTIONS, "tensor_parallel_size": 2, **options})

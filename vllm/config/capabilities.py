@@ -118,7 +118,7 @@ def _check_connector(config: VllmConfig) -> None:
 
 def _check_ranks(config: VllmConfig) -> None:
     """Refuse options that do not work for several ranks."""
-    parallel, transfer = config.parallel_config, config.connector_config
+    parallel = config.parallel_config
     if parallel.enable_expert_parallel and parallel.data_parallel_size > 1:
         raise ValueError(
             f"enable_expert_parallel with data_parallel_size={parallel.data_parallel_size}: "
@@ -137,11 +137,6 @@ def _check_ranks(config: VllmConfig) -> None:
         reason = f"device={device!r}: ranks run on CPUs only"
     elif config.lora_config.enable_lora:
         reason = "enable_lora: adapters are not cut over ranks"
-    elif transfer is not None and not _declared(transfer).takes_rows_only:
-        reason = (
-            f"kv_connector={transfer.kv_connector!r}: it stores the caches of all ranks, and only "
-            "the first rank has a connector"
-        )
     if reason is not None:
         options = ("tensor_parallel_size", "pipeline_parallel_size")
         used = [(name, value) for name in options if (value := getattr(parallel, name)) > 1]

@@ -2,8 +2,8 @@
 
 All ranks do the same calls in the same order, each with its slice of the model: of every layer
 (tensor parallelism), or of some layers (a pipeline stage). The engine's process has the first rank
-of the last stage, which alone keeps rows, samples tokens and has the connector. So nothing but
-calls, and tensors inside a pass, travels between the processes.
+of the last stage, which alone keeps rows and samples tokens. So nothing but calls, tensors inside a
+pass, and what connectors have to report travels between the processes.
 
 With stages, a step's own pass runs only when its result is asked for. Until then the engine may
 plan the next step, which the first stages begin meanwhile.
@@ -24,14 +24,17 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import zmq
 
+from vllm.config.connectors import REGISTERED
 from vllm.distributed.communicators import GroupClosedError
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+from vllm.distributed.kv_transfer.kv_connector.v1.rank_share import is_on_all_ranks
 from vllm.distributed.parallel_state import ALONE, use_groups
 from vllm.distributed.pipeline_links import NO_LINKS
 from vllm.exceptions import Failure, FailureError, FailureKind
@@ -47,11 +50,12 @@ from vllm.v1.executor.rank_messages import RankAnswer, RankCall, RankSettings
 from vllm.v1.executor.rank_wiring import Connections, Wiring
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.kv_cache_interface import KVCacheConfig
-from vllm.v1.outputs import ModelRunnerOutput, PendingOutput
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput, PendingOutput
 from vllm.v1.worker.pipeline import pool_share
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
     from vllm.model_executor.hook_points import HookPoint
 
 logger = init_logger(__name__)
@@ -109,6 +113,13 @@ class RankProcess(ChildProcess):
             del self._answers[old]
         return self._answers[number]
 
+    def take_reports(self, number: int) -> Sequence[KVConnectorOutput]:
+        """Return the connector's reports in the answer to a call, once. Empty: it did not come."""
+        if (answer := self._answers.get(number)) is None:
+            return ()
+        self._answers[number] = answer._replace(reports=())
+        return answer.reports
+
     def _write_stacks(self) -> None:
         with suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGUSR1)
@@ -143,6 +154,10 @@ class MultiprocExecutor(UniProcExecutor):
         vllm_config.model_config.stage_of(parallel)  # raises before processes start
         self._has_stages = parallel.pipeline_parallel_size > 1
         self._waiting: deque[_WaitingStep] = deque()
+        self._aggregator = KVOutputAggregator(1)
+        self._reports: list[KVConnectorOutput] = []
+        """Reports that the scheduler has yet to hear: those of a step that failed here come with
+        the next one."""
         self._group, self._links = ALONE, NO_LINKS
         self._num_calls = self._num_groups = 0
         self._others: list[RankProcess] = []
@@ -178,9 +193,9 @@ class MultiprocExecutor(UniProcExecutor):
         for other in self._others:
             config = copy.copy(self._config)
             config.parallel_config = replace(parallel, rank=other.rank)
-            models = ModelRegistry.snapshot()
+            models, connectors = ModelRegistry.snapshot(), dict(REGISTERED)
             try:
-                other.send(RankSettings(config, wiring, models, log_format()))
+                other.send(RankSettings(config, wiring, models, connectors, log_format()))
             except BrokenPipeError:
                 raise RankDiedError(
                     f"the process of rank {other.rank} ended before it started; its log says why"
@@ -208,7 +223,10 @@ class MultiprocExecutor(UniProcExecutor):
     def execute_model(self, scheduled: SchedulerOutput) -> PendingOutput:
         if self.dead_because is not None and not scheduled.total_num_scheduled_tokens:
             return PendingOutput(ModelRunnerOutput(), [])
-        number = self._call("execute_model", replace(scheduled, kv_connector_metadata=None))
+        told = scheduled
+        if not is_on_all_ranks(self._config):
+            told = replace(scheduled, kv_connector_metadata=None)
+        number = self._call("execute_model", told)
         if not self._has_stages:
             return self._execute(number, scheduled)
         step = _WaitingStep(number, scheduled, self._num_groups)
@@ -216,8 +234,12 @@ class MultiprocExecutor(UniProcExecutor):
         return PendingOutput(ModelRunnerOutput(), [partial(self._read_waiting, step)])
 
     def _execute(self, number: int, scheduled: SchedulerOutput) -> PendingOutput:
-        with self._regroups(number), use_groups(self._group, self._links):
-            pending = super().execute_model(scheduled)
+        try:
+            with self._regroups(number), self.groups():
+                pending = super().execute_model(scheduled)
+        except BaseException:
+            self._keep_reports(number)
+            raise
         return pending._replace(parts=[partial(self._confirm, number), *pending.parts])
 
     def _read_waiting(self, step: _WaitingStep, output: ModelRunnerOutput) -> None:
@@ -229,6 +251,25 @@ class MultiprocExecutor(UniProcExecutor):
         for read in step.outcome.parts:
             read(output)
 
+    def groups(self) -> AbstractContextManager[None]:
+        return use_groups(self._group, self._links)
+
+    def init_kv_output_aggregator(self, connector: KVConnectorBase_V1) -> None:
+        if is_on_all_ranks(self._config):
+            count = self._config.parallel_config.world_size
+            self._aggregator = KVOutputAggregator.from_connector(connector, count)
+
+    def get_kv_connector_handshake_metadata(self) -> dict[tuple[int, int], Any]:
+        with self._together("get_kv_connector_handshake_metadata") as others:
+            own = self.worker.model_runner.handshake_metadata()
+        parallel = self._config.parallel_config
+        ranks = [parallel.rank, *(other.rank for other in self._others)]
+        return {
+            divmod(rank, parallel.tensor_parallel_size): metadata
+            for rank, metadata in sorted(zip(ranks, (own, *others), strict=True))
+            if metadata is not None
+        }
+
     def run_waiting_steps(self) -> None:
         self._run_waiting()
 
@@ -239,7 +280,9 @@ class MultiprocExecutor(UniProcExecutor):
             try:
                 if step.group != self._num_groups:
                     # The other stages gave it up when a step before it failed.
-                    self.worker.model_runner.skip_step(step.scheduled)
+                    with self.groups():
+                        report = self.worker.model_runner.skip_step(step.scheduled)
+                    self._keep_reports(step.number, report)
                     raise FailureError(
                         Failure(FailureKind.STEP_FAILED, "the step before this one failed")
                     )
@@ -270,7 +313,7 @@ class MultiprocExecutor(UniProcExecutor):
         self._run_waiting()
         number = self._call(method, *args)
         with self._regroups(number):
-            with use_groups(self._group, self._links):
+            with self.groups():
                 yield results
             results += self._results(number)
 
@@ -295,10 +338,22 @@ class MultiprocExecutor(UniProcExecutor):
         _raise_first_failure(answers, self._others)
         return [answer.result for answer in answers]
 
-    def _confirm(self, number: int, output: object) -> None:
-        """Wait for the others to end a step; their output is that of the first rank."""
-        with self._regroups(number):
-            self._results(number)
+    def _confirm(self, number: int, output: ModelRunnerOutput) -> None:
+        """Wait for the others to end a step, and add their connectors' reports to the driver's."""
+        try:
+            with self._regroups(number):
+                self._results(number)
+        finally:
+            self._keep_reports(number, output.kv_connector_output)
+            output.kv_connector_output = self._aggregator.merge(self._reports)
+            self._reports = []
+
+    def _keep_reports(self, number: int, own: KVConnectorOutput | None = None) -> None:
+        """Take in the reports of a step: the driver's, and those in the answers that have come."""
+        if own is not None:
+            self._reports.append(own)
+        for other in self._others:
+            self._reports += other.take_reports(number)
 
     @contextmanager
     def _regroups(self, number: int) -> Iterator[None]:

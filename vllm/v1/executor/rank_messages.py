@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from vllm.config import VllmConfig
+from vllm.config.connectors import Location
 from vllm.exceptions import Failure
 from vllm.logger import LogFormat
 from vllm.v1.executor.rank_wiring import Wiring
+from vllm.v1.outputs import KVConnectorOutput
 
 
 @dataclass(frozen=True)
@@ -20,6 +23,8 @@ class RankSettings:
     """Its descriptors are inherited by the process."""
     models: dict[str, str]
     """Architectures registered in the engine core's process: name -> "module:Class"."""
+    connectors: dict[str, Location]
+    """Connectors that are known by name there."""
     log_format: LogFormat
 
 
@@ -37,6 +42,8 @@ class RankAnswer(NamedTuple):
 
     number: int
     result: Any = None
+    reports: Sequence[KVConnectorOutput] = ()
+    """Reports of the rank's connector after steps, each of them once."""
     failure: Failure | None = None
     was_cut_off: bool = False
     """True if the call failed because another rank had left the group."""

@@ -15,10 +15,11 @@ from typing import Any
 
 import zmq
 
+from vllm.config.connectors import REGISTERED
 from vllm.distributed.communicators import GroupClosedError
 from vllm.distributed.parallel_state import ALONE, use_groups
 from vllm.distributed.pipeline_links import NO_LINKS
-from vllm.exceptions import Failure, FailureKind, kind_of
+from vllm.exceptions import Failure, FailureError, FailureKind, kind_of
 from vllm.logger import init_logger, set_log_format
 from vllm.model_classes import ModelRegistry
 from vllm.plugins import load_general_plugins
@@ -30,6 +31,7 @@ from vllm.v1.executor.rank_messages import RankAnswer, RankCall, RankSettings
 from vllm.v1.executor.rank_wiring import Connections
 from vllm.v1.executor.uniproc_executor import call_worker, worker_class
 from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.worker.gpu_worker import Worker
 
 logger = init_logger(__name__)
@@ -47,22 +49,28 @@ class Rank:
         self._group, self._links = ALONE, NO_LINKS
         self._has_left = False
         """True after a failure, until there is a new group."""
+        self._reports: list[KVConnectorOutput] = []
 
     def answer(self, call: RankCall) -> RankAnswer:
         """Carry out a call. After a failure no rank waits for this one."""
         try:
             with use_groups(self._group, self._links):
                 result = getattr(self, call.method)(*call.args)
-            return RankAnswer(call.number, result)
+            return RankAnswer(call.number, result, self._take_reports())
         except Exception as error:
             self._leave()
             was_cut_off, is_refusal = (isinstance(error, c) for c in (GroupClosedError, ValueError))
             if not was_cut_off and not is_refusal:
                 logger.exception("rank %d: %s failed", self._rank, call.method)
             kind = kind_of(error, FailureKind.STEP_FAILED)
-            text = str(error) if is_refusal else f"{type(error).__name__}: {error}"
+            says_all = isinstance(error, ValueError | FailureError)
+            text = str(error) if says_all else f"{type(error).__name__}: {error}"
             failure = Failure(FailureKind.BAD_REQUEST if is_refusal else kind, text)
-            return RankAnswer(call.number, failure=failure, was_cut_off=was_cut_off)
+            return RankAnswer(call.number, None, self._take_reports(), failure, was_cut_off)
+
+    def _take_reports(self) -> list[KVConnectorOutput]:
+        reports, self._reports = self._reports, []
+        return reports
 
     def join(self, generation: int) -> None:
         """Leave the group for a new one."""
@@ -87,14 +95,33 @@ class Rank:
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         self.worker.initialize_from_config(kv_cache_config)
 
+    def get_kv_connector_handshake_metadata(self) -> Any:
+        return self.worker.model_runner.handshake_metadata()
+
     def execute_model(self, scheduled: SchedulerOutput) -> None:
+        runner = self.worker.model_runner
         if self._has_left:  # the step before failed here: its tokens are not known
-            self.worker.model_runner.skip_step(scheduled)
+            self._note(runner.skip_step(scheduled))
             raise GroupClosedError("the step before this one failed")
-        self.worker.model_runner.execute_model(scheduled).result()
+        pending = runner.execute_model(scheduled)
+        self._note(pending.output.kv_connector_output)
+        pending.result()
+
+    def _note(self, report: KVConnectorOutput | None) -> None:
+        if report is not None:
+            self._reports.append(report)
 
     def collective_rpc(self, call: WorkerCall) -> Any:
         return call_worker(self.worker, call)
+
+
+def _encoded(answer: RankAnswer) -> bytes:
+    try:
+        return pickle.dumps(answer)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        text = f"the answer cannot be sent to the engine's process: {error}"
+        failure = Failure(FailureKind.STEP_FAILED, text)
+        return pickle.dumps(RankAnswer(answer.number, failure=failure))
 
 
 def main() -> int:
@@ -107,6 +134,7 @@ def main() -> int:
     set_log_format(settings.log_format)
     end_with_parent(folder)
     ModelRegistry.restore(settings.models)
+    REGISTERED.update(settings.connectors)
     rank = Rank(settings)
     settle_garbage_collector()
     context: zmq.Context[Any] = zmq.Context()
@@ -116,7 +144,7 @@ def main() -> int:
             call: RankCall | None = pickle.loads(socket.recv())
             if call is None:
                 return 0
-            socket.send(pickle.dumps(rank.answer(call)))
+            socket.send(_encoded(rank.answer(call)))
 
 
 if __name__ == "__main__":
