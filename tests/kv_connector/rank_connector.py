@@ -4,6 +4,7 @@ reports the end of a request later on some ranks than on others."""
 from __future__ import annotations
 
 from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -117,6 +118,9 @@ class RankConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _note(self, hook: str, layer: str = "") -> None:
         self.places.add(place(self._vllm_config))
+        if not self._vllm_config.parallel_config.is_driver:
+            with ThreadPoolExecutor(1) as threads:
+                self.places.add(threads.submit(place, self._vllm_config).result())
         self.hooks[hook].append(layer)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:

@@ -141,6 +141,12 @@ def use_groups(tp_group: GroupCoordinator, links: PipelineLinks = NO_LINKS) -> I
         _current.tp_group, _current.links = previous
 
 
+def use_groups_everywhere(tp_group: GroupCoordinator, links: PipelineLinks) -> None:
+    """Make these the group and the links of all threads of a process that serves one engine only:
+    threads of connectors ask for their rank."""
+    _Current.tp_group, _Current.links = tp_group, links
+
+
 def get_pipeline_links() -> PipelineLinks:
     """Return this process's links to other pipeline stages."""
     return _current.links

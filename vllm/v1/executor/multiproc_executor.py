@@ -154,6 +154,7 @@ class MultiprocExecutor(UniProcExecutor):
         vllm_config.model_config.stage_of(parallel)  # raises before processes start
         self._has_stages = parallel.pipeline_parallel_size > 1
         self._waiting: deque[_WaitingStep] = deque()
+        self._shares_connector = is_on_all_ranks(vllm_config)
         self._aggregator = KVOutputAggregator(1)
         self._reports: list[KVConnectorOutput] = []
         """Reports that the scheduler has yet to hear: those of a step that failed here come with
@@ -224,7 +225,7 @@ class MultiprocExecutor(UniProcExecutor):
         if self.dead_because is not None and not scheduled.total_num_scheduled_tokens:
             return PendingOutput(ModelRunnerOutput(), [])
         told = scheduled
-        if not is_on_all_ranks(self._config):
+        if not self._shares_connector:
             told = replace(scheduled, kv_connector_metadata=None)
         number = self._call("execute_model", told)
         if not self._has_stages:
@@ -255,7 +256,7 @@ class MultiprocExecutor(UniProcExecutor):
         return use_groups(self._group, self._links)
 
     def init_kv_output_aggregator(self, connector: KVConnectorBase_V1) -> None:
-        if is_on_all_ranks(self._config):
+        if self._shares_connector:
             count = self._config.parallel_config.world_size
             self._aggregator = KVOutputAggregator.from_connector(connector, count)
 

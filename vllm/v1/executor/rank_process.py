@@ -17,7 +17,7 @@ import zmq
 
 from vllm.config.connectors import REGISTERED
 from vllm.distributed.communicators import GroupClosedError
-from vllm.distributed.parallel_state import ALONE, use_groups
+from vllm.distributed.parallel_state import ALONE, use_groups, use_groups_everywhere
 from vllm.distributed.pipeline_links import NO_LINKS
 from vllm.exceptions import Failure, FailureError, FailureKind, kind_of
 from vllm.logger import init_logger, set_log_format
@@ -76,6 +76,7 @@ class Rank:
         """Leave the group for a new one."""
         self._leave()
         self._group, self._links = self._connections.join(generation)
+        use_groups_everywhere(self._group, self._links)
         self._has_left = False
 
     def _leave(self) -> None:
