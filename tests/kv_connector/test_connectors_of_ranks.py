@@ -223,7 +223,7 @@ def test_a_pool_that_preempts(
         with ranks(folder, sizes, small | beside_extraction(tmp_path, *connectors)) as llm:
             outputs = ask(llm, prompts, 60)
             same(outputs, expected)
-    assert min(num_cached(outputs)) >= 16
+    assert sum(found > 0 for found in num_cached(outputs)) > len(prompts) // 2
 
 
 @pytest.mark.exhaustive

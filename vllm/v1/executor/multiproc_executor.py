@@ -141,6 +141,8 @@ class _WaitingStep:
     """Number of the group in which they began it."""
     outcome: PendingOutput | Exception | None = None
     """The result of it in this process; None: it still waits."""
+    report: KVConnectorOutput | None = None
+    """The connectors' report of it, if it failed here."""
 
 
 class MultiprocExecutor(UniProcExecutor):
@@ -157,8 +159,8 @@ class MultiprocExecutor(UniProcExecutor):
         self._shares_connector = is_on_all_ranks(vllm_config)
         self._aggregator = KVOutputAggregator(1)
         self._reports: list[KVConnectorOutput] = []
-        """Reports that the scheduler has yet to hear: those of a step that failed here come with
-        the next one."""
+        """Reports that the scheduler has yet to hear. If a step fails when it is started, they come
+        with the next one."""
         self._group, self._links = ALONE, NO_LINKS
         self._num_calls = self._num_groups = 0
         self._others: list[RankProcess] = []
@@ -247,6 +249,7 @@ class MultiprocExecutor(UniProcExecutor):
         self._run_waiting(step)
         assert step.outcome is not None
         if isinstance(step.outcome, BaseException):
+            output.kv_connector_output = step.report
             raise step.outcome
         output.kv_connector_output = step.outcome.output.kv_connector_output
         for read in step.outcome.parts:
@@ -289,7 +292,7 @@ class MultiprocExecutor(UniProcExecutor):
                     )
                 step.outcome = self._execute(step.number, step.scheduled)
             except Exception as error:
-                step.outcome = error
+                step.outcome, step.report = error, self._merge_reports()
 
     def find_hooks(self, names: Iterable[str]) -> list[HookPoint]:
         points = super().find_hooks(names)
@@ -346,8 +349,18 @@ class MultiprocExecutor(UniProcExecutor):
                 self._results(number)
         finally:
             self._keep_reports(number, output.kv_connector_output)
-            output.kv_connector_output = self._aggregator.merge(self._reports)
-            self._reports = []
+            output.kv_connector_output = self._merge_reports()
+
+    def _merge_reports(self) -> KVConnectorOutput | None:
+        reports, self._reports = self._reports, []
+        try:
+            return self._aggregator.merge(reports)
+        except Exception:
+            logger.exception("stats, metadata or events of the ranks' connectors are dropped")
+            own: dict[str, Any] = dict.fromkeys(
+                ("kv_connector_stats", "kv_cache_events", "kv_connector_worker_meta")
+            )
+            return self._aggregator.merge([replace(report, **own) for report in reports])
 
     def _keep_reports(self, number: int, own: KVConnectorOutput | None = None) -> None:
         """Take in the reports of a step: the driver's, and those in the answers that have come."""

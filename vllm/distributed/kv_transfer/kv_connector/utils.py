@@ -79,10 +79,17 @@ class KVOutputAggregator:
         return result
 
     def merge(self, reports: Sequence[KVConnectorOutput]) -> KVConnectorOutput | None:
-        """Merge reports that the workers' connectors made since the last call; None: no reports."""
+        """Merge reports that the workers' connectors made since the last call; None: no reports.
+
+        If parts of them cannot be aggregated, nothing is taken in.
+        """
         if not reports:
             return None
-        merged = KVConnectorOutput()
+        merged = KVConnectorOutput(
+            kv_connector_stats=_aggregate([report.kv_connector_stats for report in reports]),
+            kv_connector_worker_meta=_aggregate([r.kv_connector_worker_meta for r in reports]),
+            kv_cache_events=_merge_events([report.kv_cache_events for report in reports]),
+        )
         for report in reports:
             self._sent.update(report.finished_sending or ())
             self._received.update(report.finished_recving or ())
@@ -96,11 +103,6 @@ class KVOutputAggregator:
                 merged.save_stats = (merged.save_stats or SaveStats()) + report.save_stats
         merged.finished_sending = self._take_done(self._sent)
         merged.finished_recving = self._take_done(self._received)
-        merged.kv_connector_stats = _aggregate([r.kv_connector_stats for r in reports])
-        merged.kv_connector_worker_meta = _aggregate(
-            [report.kv_connector_worker_meta for report in reports]
-        )
-        merged.kv_cache_events = _merge_events([report.kv_cache_events for report in reports])
         return merged
 
     def _take_done(self, counts: Counter[str]) -> set[str]:
