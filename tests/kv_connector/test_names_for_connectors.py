@@ -433,6 +433,19 @@ def test_outputs_that_never_come_or_do_not_fit() -> None:
         result.result(timeout=0)
 
 
+def test_reports_that_cannot_be_aggregated_are_not_half_taken_in() -> None:
+    workers = KVOutputAggregator(2)
+    reports: Any = [output(rank, {"a"}, set()).kv_connector_output for rank in range(2)]
+    for rank, report in enumerate(reports):
+        report.kv_connector_worker_meta = rank
+    with pytest.raises(AttributeError, match="aggregate"):
+        workers.merge(reports)
+    for report in reports:
+        report.kv_connector_worker_meta = None
+    merged: Any = [workers.merge(reports), workers.merge(reports[:1])]
+    assert [one.finished_sending for one in merged] == [{"a"}, set()]
+
+
 # ---------------------------------------------------------------- small ones
 
 

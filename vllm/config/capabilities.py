@@ -15,6 +15,7 @@ from vllm.logger import init_logger
 from vllm.utils.checked import is_unset
 
 if TYPE_CHECKING:
+    from vllm.config.parallel import ParallelConfig
     from vllm.config.vllm import VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.base import ConnectorCapabilities
 
@@ -145,15 +146,23 @@ def _check_ranks(config: VllmConfig) -> None:
     if device != "cpu":
         reason = f"device={device!r}: ranks run on CPUs only"
     elif transfer is not None and not _declared(transfer).takes_rows_only:
-        reason = (
-            f"kv_connector={transfer.kv_connector!r}: it stores the caches of all ranks, and only "
-            "the first rank has a connector"
-        )
+        _check_cached_parts(parallel, transfer)
     if reason is not None:
         options = ("tensor_parallel_size", "pipeline_parallel_size")
         used = [(name, value) for name in options if (value := getattr(parallel, name)) > 1]
         asked = ", ".join(f"{name}={value}" for name, value in used)
         raise ValueError(f"{asked} with {reason}; use {' and '.join(f'{n}=1' for n, _ in used)}")
+
+
+def _check_cached_parts(parallel: ParallelConfig, transfer: KVTransferConfig) -> None:
+    """Refuse a connector that stores caches where ranks have other parts of them than heads and
+    layers."""
+    for name in ("decode_context_parallel_size", "nnodes"):
+        if (value := getattr(parallel, name)) > 1:
+            raise ValueError(
+                f"{name}={value} with kv_connector={transfer.kv_connector!r}, which stores caches, "
+                f"is not supported; use {name}=1, or a connector for rows alone"
+            )
 
 
 def _check_external(config: VllmConfig) -> None:

@@ -162,6 +162,12 @@ def use_groups(tp_group: GroupCoordinator, links: PipelineLinks = NO_LINKS) -> I
         _current.tp_group, _current.links = previous
 
 
+def use_groups_everywhere(tp_group: GroupCoordinator, links: PipelineLinks) -> None:
+    """Make these the group and the links of all threads of a process that serves one engine only:
+    threads of connectors ask for their rank."""
+    _Current.tp_group, _Current.links = tp_group, links
+
+
 def get_pipeline_links() -> PipelineLinks:
     """Return this process's links to other pipeline stages."""
     return _current.links
@@ -242,6 +248,24 @@ def get_dcp_group() -> GroupCoordinator:
 
 get_pcp_group = get_dp_group
 """Return the group of the ranks that each hold a part of the tokens of a prompt: one rank."""
+
+
+def any_rank(flags: torch.Tensor) -> torch.Tensor:
+    """Return for each flag, bool [flags], whether a rank of the engine has set it.
+
+    All ranks call this in the same place of a step, after their pass; it waits for all of them.
+    """
+    links = get_pipeline_links()
+    flags = get_tp_group().all_reduce(flags.to(torch.float32)) > 0
+    if links.before is not None:
+        flags = flags | links.before.receive()[1][0]
+    if links.after is not None:
+        links.after.send(None, [flags])
+    if links.tokens_from is not None:
+        flags = links.tokens_from.receive()[1][0]
+    for link in links.tokens_to:
+        link.send(None, [flags])
+    return flags
 
 
 def get_tensor_model_parallel_rank() -> int:

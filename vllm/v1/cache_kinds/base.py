@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Mapping
+from collections.abc import Collection, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
@@ -350,6 +350,15 @@ class KVCacheConfig:
             for name in tensor.layers:
                 self.tensor_of_layer[name] = tensor
 
+    def of_layers(self, names: Collection[str]) -> KVCacheConfig:
+        """Return the plan as a rank that has only these layers sees it: groups keep their numbers,
+        also those of which it has no layer, and layers their places."""
+        groups = [
+            replace(group, layer_names=[name for name in group.layer_names if name in names])
+            for group in self.kv_cache_groups
+        ]
+        return replace(self, kv_cache_groups=groups)
+
     def references(self, pool: torch.Tensor) -> KVCacheReferences:
         """Describe the pool int8 [num_blocks, block_bytes] for connectors that move bytes."""
         groups = [
@@ -369,8 +378,12 @@ class KVCacheConfig:
         """One view of all layers, layers first; None: not all are laid out alike in one group."""
         if len(self.kv_cache_groups) != 1 or len(self.kv_cache_tensors) != 1:
             return None
-        (tensor,) = self.kv_cache_tensors
-        return self.spec_of(tensor.layers[0]).cross_layers_view(pool, tensor)
+        (group,), (tensor,) = self.kv_cache_groups, self.kv_cache_tensors
+        view = self.spec_of(tensor.layers[0]).cross_layers_view(pool, tensor)
+        if view is None or not group.layer_names:
+            return None
+        first = tensor.layers.index(group.layer_names[0])  # the layers of a stage follow each other
+        return view[first : first + len(group.layer_names)]
 
     def layer_views(self, pool: torch.Tensor) -> dict[str, LayerCache]:
         """Return every layer's views of the pool, without copies."""

@@ -179,12 +179,13 @@ class EngineCore:
         if len(plan.kv_cache_groups) > 1:  # the model's config need not have said so
             reason = f"has {len(plan.kv_cache_groups)} groups of layers"
             settle_hybrid_manager(self.vllm_config, reason)
-        connector = KVConnectorFactory.create_connector(
-            self.vllm_config, KVConnectorRole.SCHEDULER, plan
-        )
-        metadata = self.executor.get_kv_connector_handshake_metadata()
-        if metadata is not None:
-            connector.set_xfer_handshake_metadata_pp_aware({(0, 0): metadata})
+        with self.executor.groups():
+            connector = KVConnectorFactory.create_connector(
+                self.vllm_config, KVConnectorRole.SCHEDULER, plan
+            )
+            self.executor.init_kv_output_aggregator(connector)
+        if metadata := self.executor.get_kv_connector_handshake_metadata():
+            connector.set_xfer_handshake_metadata_pp_aware(metadata)
         return connector
 
     def _retained_hidden_blocks(self, plan: KVCacheConfig) -> int:
@@ -327,9 +328,10 @@ class EngineCore:
         output = ModelRunnerOutput()
         try:
             if step.pending is not None:
-                output.kv_connector_output = step.pending.output.kv_connector_output
                 output = step.pending.result()
         except Exception as error:
+            assert step.pending is not None
+            output.kv_connector_output = step.pending.output.kv_connector_output
             self._fail_step(step.scheduled, error)
         except BaseException:  # with pipeline stages the pass may only run here
             self._interrupt_step(step.scheduled)

@@ -19,6 +19,7 @@ from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
+from vllm.config.connectors import REGISTERED
 from vllm.logger import init_logger, log_format
 from vllm.model_classes import ModelRegistry
 from vllm.utils.child_process import ChildProcess, private_folder
@@ -114,9 +115,9 @@ def _start_ranks(
         own.parallel_config = replace(config.parallel_config, rank=rank)
         wiring = GlooWiring(host, reply["store_port"])
         calls = CallsPlace(**reply["ranks"][str(rank)])
-        models = ModelRegistry.snapshot()
+        models, connectors = ModelRegistry.snapshot(), dict(REGISTERED)
         with suppress(BrokenPipeError):  # its end is reported
-            child.send(RankSettings(own, wiring, models, log_format(), calls))
+            child.send(RankSettings(own, wiring, models, connectors, log_format(), calls))
 
 
 def _serve(children: dict[int, ChildProcess], connection: Connection) -> int:

@@ -2,8 +2,8 @@
 
 All ranks do the same calls in the same order, each with its slice of the model: of every layer
 (tensor parallelism), or of some layers (a pipeline stage). The engine's process has the first rank
-of the last stage, which alone keeps rows, samples tokens and has the connector. So nothing but
-calls, and tensors inside a pass, travels between the processes.
+of the last stage, which alone keeps rows and samples tokens. So nothing but calls, tensors inside a
+pass, and what connectors have to report travels between the processes.
 
 With stages, a step's own pass runs only when its result is asked for. Until then the engine may
 plan the next step, which the first stages begin meanwhile.
@@ -21,7 +21,7 @@ import platform
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from types import FunctionType
@@ -29,7 +29,10 @@ from typing import TYPE_CHECKING, Any
 
 import zmq
 
+from vllm.config.connectors import REGISTERED
 from vllm.distributed.communicators import GroupClosedError
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+from vllm.distributed.kv_transfer.kv_connector.v1.rank_share import is_on_all_ranks
 from vllm.distributed.parallel_state import ALONE, use_groups
 from vllm.distributed.pipeline_links import NO_LINKS
 from vllm.exceptions import Failure, FailureError, FailureKind
@@ -53,11 +56,12 @@ from vllm.v1.executor.rank_messages import (
 from vllm.v1.executor.rank_wiring import Wiring
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.kv_cache_interface import KVCacheConfig
-from vllm.v1.outputs import ModelRunnerOutput, PendingOutput
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput, PendingOutput
 from vllm.v1.worker.pipeline import pool_share
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
     from vllm.lora.request import LoRARequest
 
 logger = init_logger(__name__)
@@ -76,6 +80,8 @@ class _WaitingStep:
     """Number of the group in which they began it."""
     outcome: PendingOutput | Exception | None = None
     """The result of it in this process; None: it still waits."""
+    report: KVConnectorOutput | None = None
+    """The connectors' report of it, if it failed here."""
 
 
 class MultiprocExecutor(UniProcExecutor):
@@ -90,6 +96,11 @@ class MultiprocExecutor(UniProcExecutor):
         self._has_stages = parallel.pipeline_parallel_size > 1
         self._waiting: deque[_WaitingStep] = deque()
         self._notes: list[RankNote] = []
+        self._shares_connector = is_on_all_ranks(vllm_config)
+        self._aggregator = KVOutputAggregator(1)
+        self._reports: list[KVConnectorOutput] = []
+        """Reports that the scheduler has yet to hear. If a step fails when it is started, they come
+        with the next one."""
         self._group, self._links = ALONE, NO_LINKS
         self._num_calls = self._num_groups = 0
         self._others: list[RankClient] = []
@@ -143,8 +154,8 @@ class MultiprocExecutor(UniProcExecutor):
         for process in here:
             config = copy.copy(self._config)
             config.parallel_config = replace(parallel, rank=process.rank)
-            models = ModelRegistry.snapshot()
-            process.send(RankSettings(config, wiring, models, log_format()))
+            models, connectors = ModelRegistry.snapshot(), dict(REGISTERED)
+            process.send(RankSettings(config, wiring, models, connectors, log_format()))
         for other in self._others:
             threading.Thread(target=self._watch, args=(other,), daemon=True).start()
 
@@ -175,7 +186,10 @@ class MultiprocExecutor(UniProcExecutor):
     def execute_model(self, scheduled: SchedulerOutput) -> PendingOutput:
         if self.dead_because is not None and not scheduled.total_num_scheduled_tokens:
             return PendingOutput(ModelRunnerOutput(), [])
-        number = self._call("execute_model", replace(scheduled, kv_connector_metadata=None))
+        told = scheduled
+        if not self._shares_connector:
+            told = replace(scheduled, kv_connector_metadata=None)
+        number = self._call("execute_model", told)
         if not self._has_stages:
             return self._execute(number, scheduled)
         step = _WaitingStep(number, scheduled, self._num_groups)
@@ -183,18 +197,42 @@ class MultiprocExecutor(UniProcExecutor):
         return PendingOutput(ModelRunnerOutput(), [partial(self._read_waiting, step)])
 
     def _execute(self, number: int, scheduled: SchedulerOutput) -> PendingOutput:
-        with self._regroups(number), use_groups(self._group, self._links):
-            pending = super().execute_model(scheduled)
+        try:
+            with self._regroups(number), self.groups():
+                pending = super().execute_model(scheduled)
+        except BaseException:
+            self._keep_reports(number)
+            raise
         return pending._replace(parts=[partial(self._confirm, number), *pending.parts])
 
     def _read_waiting(self, step: _WaitingStep, output: ModelRunnerOutput) -> None:
         self._run_waiting(step)
         assert step.outcome is not None
         if isinstance(step.outcome, BaseException):
+            output.kv_connector_output = step.report
             raise step.outcome
         output.kv_connector_output = step.outcome.output.kv_connector_output
         for read in step.outcome.parts:
             read(output)
+
+    def groups(self) -> AbstractContextManager[None]:
+        return use_groups(self._group, self._links)
+
+    def init_kv_output_aggregator(self, connector: KVConnectorBase_V1) -> None:
+        if self._shares_connector:
+            count = self._config.parallel_config.world_size
+            self._aggregator = KVOutputAggregator.from_connector(connector, count)
+
+    def get_kv_connector_handshake_metadata(self) -> dict[tuple[int, int], Any]:
+        with self._together("get_kv_connector_handshake_metadata") as others:
+            own = self.worker.model_runner.handshake_metadata()
+        parallel = self._config.parallel_config
+        ranks = [parallel.rank, *(other.rank for other in self._others)]
+        return {
+            divmod(rank, parallel.tensor_parallel_size): metadata
+            for rank, metadata in sorted(zip(ranks, (own, *others), strict=True))
+            if metadata is not None
+        }
 
     def run_waiting_steps(self) -> None:
         self._run_waiting()
@@ -206,13 +244,15 @@ class MultiprocExecutor(UniProcExecutor):
             try:
                 if step.group != self._num_groups:
                     # The other stages gave it up when a step before it failed.
-                    self.worker.model_runner.skip_step(step.scheduled)
+                    with self.groups():
+                        report = self.worker.model_runner.skip_step(step.scheduled)
+                    self._keep_reports(step.number, report)
                     raise FailureError(
                         Failure(FailureKind.STEP_FAILED, "the step before this one failed")
                     )
                 step.outcome = self._execute(step.number, step.scheduled)
             except Exception as error:
-                step.outcome = error
+                step.outcome, step.report = error, self._merge_reports()
 
     def choose_adapter(self, request_id: str, lora_request: LoRARequest) -> str:
         adapters = self.worker.model_runner.adapters
@@ -239,7 +279,7 @@ class MultiprocExecutor(UniProcExecutor):
         self._run_waiting()
         number = self._call(method, *args)
         with self._regroups(number):
-            with use_groups(self._group, self._links):
+            with self.groups():
                 yield results
             results += self._results(number)
 
@@ -270,10 +310,32 @@ class MultiprocExecutor(UniProcExecutor):
         self._raise_first_failure(answers)
         return [answer.result for answer in answers]
 
-    def _confirm(self, number: int, output: object) -> None:
-        """Wait for the others to end a step; their output is that of the first rank."""
-        with self._regroups(number):
-            self._results(number)
+    def _confirm(self, number: int, output: ModelRunnerOutput) -> None:
+        """Wait for the others to end a step, and add their connectors' reports to the driver's."""
+        try:
+            with self._regroups(number):
+                self._results(number)
+        finally:
+            self._keep_reports(number, output.kv_connector_output)
+            output.kv_connector_output = self._merge_reports()
+
+    def _merge_reports(self) -> KVConnectorOutput | None:
+        reports, self._reports = self._reports, []
+        try:
+            return self._aggregator.merge(reports)
+        except Exception:
+            logger.exception("stats, metadata or events of the ranks' connectors are dropped")
+            own: dict[str, Any] = dict.fromkeys(
+                ("kv_connector_stats", "kv_cache_events", "kv_connector_worker_meta")
+            )
+            return self._aggregator.merge([replace(report, **own) for report in reports])
+
+    def _keep_reports(self, number: int, own: KVConnectorOutput | None = None) -> None:
+        """Take in the reports of a step: the driver's, and those in the answers that have come."""
+        if own is not None:
+            self._reports.append(own)
+        for other in self._others:
+            self._reports += other.take_reports(number)
 
     @contextmanager
     def _regroups(self, number: int) -> Iterator[None]:

@@ -15,6 +15,7 @@ import zmq
 
 from vllm.utils.child_process import ChildProcess, private_folder
 from vllm.v1.executor.rank_messages import RankAnswer, RankSettings
+from vllm.v1.outputs import KVConnectorOutput
 
 POLL_MILLISECONDS = 200
 KEPT_ANSWERS = 8
@@ -78,6 +79,13 @@ class RankClient(ABC):
             self._read.remove(old)
             self._answers.pop(old, None)
         return self._answers[number]
+
+    def take_reports(self, number: int) -> Sequence[KVConnectorOutput]:
+        """Return the connector's reports in the answer to a call, once. Empty: it did not come."""
+        if (answer := self._answers.get(number)) is None:
+            return ()
+        self._answers[number] = answer._replace(reports=())
+        return answer.reports
 
     def _check(self, ranks: Sequence[RankClient], deadline: float) -> None:
         """RankDiedError: one of ``ranks`` ended, or the time is up."""

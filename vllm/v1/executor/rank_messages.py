@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from vllm.config import VllmConfig
+from vllm.config.connectors import Location
 from vllm.distributed.communicators import GroupClosedError
 from vllm.exceptions import Failure, FailureError, FailureKind, kind_of
 from vllm.logger import LogFormat
 from vllm.v1.executor.gloo_wiring import GlooWiring
 from vllm.v1.executor.rank_wiring import Wiring
+from vllm.v1.outputs import KVConnectorOutput
 
 
 class CallsPlace(NamedTuple):
@@ -31,6 +33,8 @@ class RankSettings:
     """Descriptors in it are inherited by the process."""
     models: dict[str, str]
     """Architectures registered in the engine core's process: name -> "module:Class"."""
+    connectors: dict[str, Location]
+    """Connectors that are known by name there."""
     log_format: LogFormat
     calls: CallsPlace | None = None
     """None: a socket in the process's folder."""
@@ -60,6 +64,8 @@ class RankAnswer(NamedTuple):
 
     number: int
     result: Any = None
+    reports: Sequence[KVConnectorOutput] = ()
+    """Reports of the rank's connector after steps, each of them once."""
     failure: Failure | None = None
     was_cut_off: bool = False
     """True if the call failed because another rank had left the group."""

@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 import zmq
 
+from vllm.config.connectors import REGISTERED
 from vllm.distributed.communicators import GroupClosedError
-from vllm.distributed.parallel_state import ALONE, use_groups
+from vllm.distributed.parallel_state import ALONE, use_groups, use_groups_everywhere
 from vllm.distributed.pipeline_links import NO_LINKS
+from vllm.exceptions import Failure, FailureKind
 from vllm.logger import init_logger, set_log_format
 from vllm.model_classes import ModelRegistry
 from vllm.plugins import load_general_plugins
@@ -34,6 +36,7 @@ from vllm.v1.executor.rank_messages import (
 )
 from vllm.v1.executor.uniproc_executor import call_worker, worker_class
 from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.worker.gpu_worker import Worker
 
 if TYPE_CHECKING:
@@ -54,6 +57,7 @@ class Rank:
         self._group, self._links = ALONE, NO_LINKS
         self._has_left = False
         """True after a failure, until there is a new group."""
+        self._reports: list[KVConnectorOutput] = []
 
     def answer(self, call: RankCall) -> RankAnswer:
         """Carry out a call. After a failure no rank waits for this one."""
@@ -62,12 +66,16 @@ class Rank:
                 getattr(self, note.method)(*note.args)
             with use_groups(self._group, self._links):
                 result = getattr(self, call.method)(*self._unpacked(call))
-            return RankAnswer(call.number, result)
+            return RankAnswer(call.number, result, self._take_reports())
         except Exception as error:
             self._leave()
             if not isinstance(error, (GroupClosedError, ValueError)):
                 logger.exception("rank %d: %s failed", self._rank, call.method)
-            return failed_answer(call.number, error)
+            return failed_answer(call.number, error)._replace(reports=self._take_reports())
+
+    def _take_reports(self) -> list[KVConnectorOutput]:
+        reports, self._reports = self._reports, []
+        return reports
 
     def _unpacked(self, call: RankCall) -> tuple[Any, ...]:
         try:
@@ -83,6 +91,7 @@ class Rank:
         """Leave the group for a new one."""
         self._leave()
         self._group, self._links = self._connections.join(generation)
+        use_groups_everywhere(self._group, self._links)
         self._has_left = False
 
     def _leave(self) -> None:
@@ -105,11 +114,21 @@ class Rank:
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         self.worker.initialize_from_config(kv_cache_config)
 
+    def get_kv_connector_handshake_metadata(self) -> Any:
+        return self.worker.model_runner.handshake_metadata()
+
     def execute_model(self, scheduled: SchedulerOutput) -> None:
+        runner = self.worker.model_runner
         if self._has_left:  # the step before failed here: its tokens are not known
-            self.worker.model_runner.skip_step(scheduled)
+            self._note(runner.skip_step(scheduled))
             raise GroupClosedError("the step before this one failed")
-        self.worker.model_runner.execute_model(scheduled).result()
+        pending = runner.execute_model(scheduled)
+        self._note(pending.output.kv_connector_output)
+        pending.result()
+
+    def _note(self, report: KVConnectorOutput | None) -> None:
+        if report is not None:
+            self._reports.append(report)
 
     def load_adapter(self, lora_request: LoRARequest) -> None:
         self.worker.model_runner.adapters.load(lora_request)
@@ -133,6 +152,15 @@ def _connect(socket: zmq.Socket[bytes], folder: str, place: CallsPlace | None) -
     socket.connect(place.url)
 
 
+def _encoded(answer: RankAnswer) -> bytes:
+    try:
+        return pickle.dumps(answer)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        text = f"the answer cannot be sent to the engine's process: {error}"
+        failure = Failure(FailureKind.STEP_FAILED, text)
+        return pickle.dumps(RankAnswer(answer.number, failure=failure))
+
+
 def main() -> int:
     # Signals may reach the whole process group; the engine core decides what they mean.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -142,6 +170,7 @@ def main() -> int:
     settings: RankSettings = receive_settings(folder)
     set_log_format(settings.log_format)
     ModelRegistry.restore(settings.models)
+    REGISTERED.update(settings.connectors)
     rank = Rank(settings)
     settle_garbage_collector()
     context: zmq.Context[Any] = zmq.Context()
@@ -151,7 +180,7 @@ def main() -> int:
             call: RankCall | None = pickle.loads(socket.recv())
             if call is None:
                 return 0
-            socket.send(pickle.dumps(rank.answer(call)))
+            socket.send(_encoded(rank.answer(call)))
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pkgutil
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -14,6 +15,7 @@ from vllm.v1.worker.gpu_worker import Worker
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
     from vllm.lora.request import LoRARequest
     from vllm.model_executor.hook_points import HookPoint
 
@@ -114,10 +116,19 @@ class UniProcExecutor:
                 )
         return points
 
-    def get_kv_connector_handshake_metadata(self) -> Any:
-        """Return the data by which others reach the connector's worker side; None: none."""
-        connector = self.worker.model_runner.connector
-        return None if connector is None else connector.connector.get_handshake_metadata()
+    def get_kv_connector_handshake_metadata(self) -> dict[tuple[int, int], Any]:
+        """Return the data by which others reach the connector's worker sides, by (pipeline,
+        tensor-parallel) rank; those that have none are left out."""
+        metadata = self.worker.model_runner.handshake_metadata()
+        return {} if metadata is None else {(0, 0): metadata}
+
+    def groups(self) -> AbstractContextManager[None]:
+        """A block in which the driver's ranks are known, for the connector's scheduler side."""
+        return nullcontext()
+
+    def init_kv_output_aggregator(self, connector: KVConnectorBase_V1) -> None:
+        """Take the connector's scheduler side, which says how many ranks report. ValueError: its
+        reports cannot be merged."""
 
     def execute_model(self, scheduled: SchedulerOutput) -> PendingOutput:
         return self.worker.model_runner.execute_model(scheduled)

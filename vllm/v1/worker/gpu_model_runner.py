@@ -16,6 +16,11 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.config.capabilities import needs_eager_steps
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.rank_share import (
+    has_connector,
+    is_on_all_ranks,
+    plan_of_rank,
+)
 from vllm.forward_context import (
     HIDDEN_STATES,
     CachedLayer,
@@ -54,7 +59,7 @@ from vllm.utils.transfers import to_device
 from vllm.v1.cache_kinds.base import KVCacheConfig, KVCacheSpec
 from vllm.v1.core.sched.output import BlockCopy, SchedulerOutput
 from vllm.v1.engine import ExtractionSpec
-from vllm.v1.outputs import ModelRunnerOutput, PendingOutput
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput, PendingOutput
 from vllm.v1.rows.capture import RowCapture
 from vllm.v1.rows.destinations import CallerTensors
 from vllm.v1.rows.fields.activations import HOOKS
@@ -218,21 +223,41 @@ class GPUModelRunner:
                 "attention_backend=FLASHINFER: recorded decode steps attend through TRITON_ATTN, "
                 "all others through FlashInfer; enforce_eager records none"
             )
-        transfer = self.vllm_config.connector_config
-        if transfer is not None and self._is_driver:
-            connector = KVConnectorFactory.create_connector(
-                self.vllm_config, KVConnectorRole.WORKER, config
-            )
-            self.connector = WorkerConnector(connector, transfer.kv_timeout_seconds)
-            self.connector.register(self._published, self._cache_layers, config, self.pool)
-            views = self._published.items()
-            self._layers_in_pass = {name: CachedLayer(view) for name, view in views}
-            self._metadata_may_be_kept = connector.reads_metadata_later
-            if connector.outlives_engine:
-                name = type(connector).__name__
-                fix_weights(self.model, f"{name} shares what they compute with other engines")
+        if has_connector(self.vllm_config):
+            self._start_connector(config)
         called = () if self.connector is None else self.connector.modules.values()
         self._onlookers = Onlookers(self.model, called)
+
+    def _start_connector(self, config: KVCacheConfig) -> None:
+        """Make the connector's worker side, with the caches that this rank fills. ValueError: it
+        needs others."""
+        transfer = self.vllm_config.connector_config
+        assert transfer is not None
+        share = plan_of_rank(self.vllm_config, config)
+        own = {name for group in share.kv_cache_groups for name in group.layer_names}
+        views = {name: view for name, view in self._published.items() if name in own}
+        try:
+            connector = KVConnectorFactory.create_connector(
+                self.vllm_config, KVConnectorRole.WORKER, share
+            )
+            self.connector = WorkerConnector(
+                connector, transfer.kv_timeout_seconds, is_on_all_ranks(self.vllm_config)
+            )
+            self.connector.register(views, self._cache_layers, share, self.pool)
+        except Exception as error:
+            if self._is_driver or self.proposer is None:
+                raise
+            raise ValueError(
+                f"kv_connector={transfer.kv_connector!r} does not work on rank "
+                f"{self.vllm_config.parallel_config.rank} ({type(error).__name__}: {error}): "
+                "hidden states are on the first rank of the last stage alone; a connector that "
+                "reads nothing else has to declare takes_rows_only = True, or use one rank"
+            ) from error
+        self._layers_in_pass = {name: CachedLayer(view) for name, view in views.items()}
+        self._metadata_may_be_kept = connector.reads_metadata_later
+        if connector.outlives_engine:
+            name = type(connector).__name__
+            fix_weights(self.model, f"{name} shares what they compute with other engines")
 
     def bind_pool(self, config: KVCacheConfig) -> dict[str, Any]:
         """Allocate the pool and give every layer its view; returns the views for connectors."""
@@ -331,15 +356,24 @@ class GPUModelRunner:
         parts = [part.read for part in (sampled, rows) if part is not None]
         return PendingOutput(output, parts)
 
-    def skip_step(self, scheduled: SchedulerOutput) -> None:
-        """Take in which requests begin and end with a step whose pass does not run. What the
-        connector has to report comes with the next step."""
+    @torch.inference_mode()
+    def skip_step(self, scheduled: SchedulerOutput) -> KVConnectorOutput | None:
+        """Take in which requests begin and end with a step whose pass does not run; returns the
+        connector's report."""
         self.extractor.drop_step()
         try:
             if self.connector is not None:
                 self.connector.begin_step(scheduled)
         finally:
             self._update_states(scheduled)
+        if self.connector is None:
+            return None
+        self.connector.load(ForwardContext({}, no_compile_layers=self._layers_in_pass))
+        return self.connector.end_step(scheduled, [])
+
+    def handshake_metadata(self) -> Any:
+        """Return the data by which others reach the connector's worker side; None: none."""
+        return None if self.connector is None else self.connector.connector.get_handshake_metadata()
 
     def _update_states(self, scheduled: SchedulerOutput) -> None:
         if self.pipeline.knows_kept:

@@ -181,7 +181,7 @@ class Worker:
             raise ValueError(f"sleep: level={level!r}: use 1 or 2")
         if self._asleep:
             raise ValueError("sleep: the engine sleeps already")
-        if self.model_runner.connector is not None:
+        if self.vllm_config.connector_config is not None:  # on this rank or another
             raise ValueError("sleep: a KV connector reads the pool; make an engine without it")
         tags = {KV_CACHE}
         if level == 2 or not self.platform.is_cpu():

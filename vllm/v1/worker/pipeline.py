@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from vllm.distributed.kv_transfer.kv_connector.v1.rank_share import is_on_all_ranks
 from vllm.distributed.parallel_state import get_pipeline_links
 from vllm.forward_context import HIDDEN_STATES, RowSink, get_forward_context
 from vllm.sequence import IntermediateTensors
@@ -182,8 +183,8 @@ def pool_share(vllm_config: VllmConfig, layout: PoolLayout) -> float:
         stage = model_config.stage_of(rank)
         own = range(stage.first_layer, stage.end_layer)
         for group in layout.groups:
-            if group.kv_cache_spec.holds_rows:
-                return 1.0  # rows are in the engine's process alone
+            if group.kv_cache_spec.holds_rows or is_on_all_ranks(vllm_config):
+                return 1.0  # rows are in the engine's process alone; connectors move whole blocks
             layers = [layer_of(name) for name in group.layer_names]
             # What belongs to no layer is in every stage.
             count = sum(layer is None or layer in own for layer in layers)

@@ -18,6 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     hook_limit,
 )
 from vllm.distributed.kv_transfer.kv_transfer_state import announce, in_pass, retract
+from vllm.distributed.parallel_state import any_rank
 from vllm.exceptions import Failure, FailureError
 from vllm.forward_context import ForwardContext, set_forward_context
 from vllm.logger import init_logger
@@ -39,10 +40,19 @@ class WorkerConnector:
 
     An error while it loads fails the requests for which it loads; an error elsewhere fails
     the step. A call that takes longer than ``timeout_seconds`` raises.
+
+    If the connector is on all ranks, each of them learns in a step whose loads failed on another:
+    what it computed for these requests is wrong, too.
     """
 
-    def __init__(self, connector: KVConnectorBase_V1, timeout_seconds: float | None) -> None:
+    def __init__(
+        self,
+        connector: KVConnectorBase_V1,
+        timeout_seconds: float | None,
+        is_on_all_ranks: bool = False,
+    ) -> None:
         self.connector = connector
+        self._is_on_all_ranks = is_on_all_ranks
         self._timeout_seconds = timeout_seconds
         self._load_error: str | None = None
         self._loading: set[str] = set()  # requests whose loads begin in this step
@@ -64,15 +74,16 @@ class WorkerConnector:
         announce(self.connector)
         if self.connector.works_layer_by_layer:
             self._views = published
-            self.modules = {name: own for name, own in layers.items() if _is_called(own)}
+            own = ((name, layers[name]) for name in published)
+            self.modules = {name: layer for name, layer in own if _is_called(layer)}
             for name, module in self.modules.items():
                 module.register_forward_pre_hook(partial(self._before, name))
                 module.register_forward_hook(partial(self._after, name))
         whole = None
         if self.connector.prefer_cross_layer_blocks:
             whole = config.cross_layers_view(pool)
-            own = type(self.connector).register_kv_caches
-            if whole is None and own is KVConnectorBase_V1.register_kv_caches:
+            hook = type(self.connector).register_kv_caches
+            if whole is None and hook is KVConnectorBase_V1.register_kv_caches:
                 raise ValueError(
                     f"{type(self.connector).__name__} takes one view over all layers "
                     "(register_cross_layers_kv_cache) and has no register_kv_caches, but the "
@@ -148,7 +159,10 @@ class WorkerConnector:
             failed = _set_of(self.connector.get_block_ids_with_load_errors(), int)
         self._report.invalid_block_ids |= failed
         loading = [state for state in states if state.req_id in self._loading]
-        return {s.req_id for s in loading if self._load_error is not None or s.holds_any(failed)}
+        are_lost = [self._load_error is not None or s.holds_any(failed) for s in loading]
+        if loading and self._is_on_all_ranks:
+            are_lost = any_rank(torch.tensor(are_lost)).tolist()
+        return {s.req_id for s, is_lost in zip(loading, are_lost, strict=True) if is_lost}
 
     def _before(self, name: str, *_: object) -> None:
         if self._context is not None:

@@ -14,7 +14,7 @@ import torch
 
 from vllm.config import get_current_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
-from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput, SaveStats
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -51,7 +51,7 @@ class KVOutputAggregator:
             if output is not None and output.kv_connector_output is not None
         ]
         chosen = outputs[output_rank]
-        merged = self._merge(reports)
+        merged = self.merge(reports)
         return None if chosen is None else replace(chosen, kv_connector_output=merged)
 
     def async_aggregate(
@@ -78,25 +78,31 @@ class KVOutputAggregator:
             future.add_done_callback(take)
         return result
 
-    def _merge(self, reports: Sequence[KVConnectorOutput]) -> KVConnectorOutput | None:
+    def merge(self, reports: Sequence[KVConnectorOutput]) -> KVConnectorOutput | None:
+        """Merge reports that the workers' connectors made since the last call; None: no reports.
+
+        If parts of them cannot be aggregated, nothing is taken in.
+        """
         if not reports:
             return None
-        merged = KVConnectorOutput()
+        merged = KVConnectorOutput(
+            kv_connector_stats=_aggregate([report.kv_connector_stats for report in reports]),
+            kv_connector_worker_meta=_aggregate([r.kv_connector_worker_meta for r in reports]),
+            kv_cache_events=_merge_events([report.kv_cache_events for report in reports]),
+        )
         for report in reports:
             self._sent.update(report.finished_sending or ())
             self._received.update(report.finished_recving or ())
             merged.failures |= report.failures
             merged.completed_params |= report.completed_params
             merged.invalid_block_ids |= report.invalid_block_ids
+            merged.void_req_ids |= report.void_req_ids
+            merged.late_req_ids |= report.late_req_ids
             merged.load_error = merged.load_error or report.load_error
-            merged.save_stats = merged.save_stats or report.save_stats
+            if report.save_stats is not None:
+                merged.save_stats = (merged.save_stats or SaveStats()) + report.save_stats
         merged.finished_sending = self._take_done(self._sent)
         merged.finished_recving = self._take_done(self._received)
-        merged.kv_connector_stats = _aggregate([r.kv_connector_stats for r in reports])
-        merged.kv_connector_worker_meta = _aggregate(
-            [report.kv_connector_worker_meta for report in reports]
-        )
-        merged.kv_cache_events = _merge_events([report.kv_cache_events for report in reports])
         return merged
 
     def _take_done(self, counts: Counter[str]) -> set[str]:
@@ -113,8 +119,11 @@ def _aggregate(parts: Sequence[Any]) -> Any:
 
 
 def _merge_events(parts: Sequence[Any]) -> Any:
-    """Merge the events of all workers; the result counts its workers."""
+    """Merge the events of all workers; the result counts its workers. A worker with several
+    connectors has a list with the events of each."""
     found = [part for part in parts if part is not None]
+    if found and isinstance(found[0], list):
+        return [_merge_events(of_connector) for of_connector in zip(*found, strict=True)]
     for part in found[1:]:
         found[0].add_events(part.get_all_events())
         found[0].increment_workers(part.get_number_of_workers())

@@ -21,6 +21,13 @@ A connector has two instances. The *scheduler side* sees requests, tokens and bl
     scheduler, every step       update_connector_output, get_kv_connector_stats, take_events
     scheduler, on finish        request_finished or request_finished_all_groups
 
+Several ranks (tensor parallelism, pipeline stages): each has a worker side of its own, with the
+caches that it fills; ``kv_cache_config`` has the layers of these. Only the first rank of the last
+stage has rows; a class with :attr:`takes_rows_only` has a worker side there alone. All worker sides
+get the metadata of a step, so these have to be picklable, and so have the reports. The scheduler
+side gets one report, in which a request is finished when all worker sides have said so (or
+``get_finished_count`` of them). A load that failed on one rank has failed on all.
+
 When only the connector has work, a step without a forward pass runs. The metadata of the next step
 carries what ``request_finished`` leaves to do, and background loads begin and end in such steps.
 Names and signatures are those of upstream's V1 connectors, so out-of-tree connectors work here. A
@@ -231,7 +238,8 @@ class KVConnectorBase_V1(ABC):  # noqa: N801 - upstream's name
     """True if what it stores is found by other engines of the same checkpoint: then the weights of
     this engine cannot be replaced."""
     takes_rows_only: bool = False
-    """True if it reads hidden states and no other cache, so that one rank of several has it."""
+    """True if it reads hidden states and no other cache: then only the rank that has them, of
+    several, has a worker side."""
     reads_all_layers: bool = True
     """True: it needs the cache of every layer, so every request runs all layers. False: it
     takes rows only, or tells requests of different depth apart (``Request.prefix_hashes``)."""
@@ -475,7 +483,17 @@ class KVConnectorBase_V1(ABC):  # noqa: N801 - upstream's name
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        """Take the same by (pipeline, tensor-parallel) rank; this is the one that is called."""
+        """Take the same by (pipeline, tensor-parallel) rank; this is the one that is called.
+
+        ValueError: there are pipeline stages, and the connector defines only the other one.
+        """
+        stages = {stage for stage, _ in metadata}
+        if len(stages) > 1 and "set_xfer_handshake_metadata" in self._overridden():
+            raise ValueError(
+                f"pipeline_parallel_size={max(stages) + 1}: {type(self).__name__} takes the "
+                "handshake metadata of tensor-parallel ranks only (set_xfer_handshake_metadata); "
+                "use pipeline_parallel_size=1, or define set_xfer_handshake_metadata_pp_aware"
+            )
         self.set_xfer_handshake_metadata({rank: one for (_, rank), one in metadata.items()})
 
     def has_pending_push_work(self) -> bool:

@@ -31,6 +31,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.multi_metrics import (
     data_of,
     part_names,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.rank_share import has_connector
 from vllm.exceptions import Failure
 from vllm.logger import init_logger
 from vllm.v1.outputs import SaveStats
@@ -111,6 +112,28 @@ class MultiWorkerMetadata(KVConnectorWorkerMetadata):
         )
 
 
+class _AbsentConnector(KVConnectorBase_V1):
+    """Stands for a connector that this rank does not have."""
+
+    rows_leave_each_step = True
+    reads_metadata_later = False
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Do nothing."""
+
+    def wait_for_save(self) -> None:
+        """Do nothing."""
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Any:
+        raise NotImplementedError  # it has no scheduler side
+
+    def update_state_after_alloc(self, *_: Any) -> None:
+        raise NotImplementedError
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        raise NotImplementedError
+
+
 def _call_all(hook: str) -> Any:
     """Make a method that calls the hook of every connector, in their order."""
 
@@ -134,8 +157,13 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self._connectors: list[KVConnectorBase_V1] = []
+        self._absent: set[int] = set()
+        """Worker: indices of connectors that only another rank has."""
         try:
-            for part_class, part_config in _parts(vllm_config):
+            for index, (part_class, part_config) in enumerate(_parts(vllm_config)):
+                if role is KVConnectorRole.WORKER and not has_connector(part_config):
+                    self._absent.add(index)
+                    part_class = _AbsentConnector
                 self._connectors.append(part_class(part_config, role, kv_cache_config))
         except BaseException:
             self.shutdown()
@@ -247,7 +275,10 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
         assert isinstance(connector_metadata, MultiConnectorMetadata)
         super().bind_connector_metadata(connector_metadata)
         for request_id, indices in connector_metadata.awaited.items():
-            self._awaited[request_id] = set(indices)
+            if here := indices - self._absent:
+                self._awaited[request_id] = here
+            else:
+                self._sent.add(request_id)
         for part, metadata in zip(self._connectors, connector_metadata.parts, strict=True):
             part.bind_connector_metadata(metadata)
 
@@ -386,6 +417,18 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
         """Return the sums over all connectors that count."""
         parts = [stats for part in self._connectors if (stats := part.save_stats()) is not None]
         return sum(parts, SaveStats()) if parts else None
+
+    def get_finished_count(self) -> int | None:
+        """Return None: every rank reports a request when those of its connectors have. ValueError:
+        of one connector other ranks do not."""
+        for part in self._connectors:
+            if (count := part.get_finished_count()) is not None:
+                raise ValueError(
+                    f"MultiConnector on several ranks: {type(part).__name__}.get_finished_count "
+                    f"is {count}, but with other connectors every rank has to report; use it "
+                    "alone, or one rank"
+                )
+        return None
 
     # Scheduler side
 

@@ -9,13 +9,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from pydantic import Strict
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.host_blocks import HostBlocks
-from vllm.distributed.kv_transfer.kv_connector.v1.prefix_connector import EndedStep, PrefixConnector
+from vllm.distributed.kv_transfer.kv_connector.v1.prefix_connector import (
+    EndedSaves,
+    PrefixConnector,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.prefix_tracker import (
     Load,
     PrefixTracker,
@@ -43,7 +47,8 @@ class OffloadingOptions:
     """The checked ``kv_connector_extra_config`` of the offloading connector."""
 
     cpu_bytes_to_use: Annotated[float, Strict(), ABOVE_0, FINITE] | None = None
-    """Bytes of host memory, allocated at the start; ``kv_offloading_size`` gives them in GiB."""
+    """Bytes of host memory, allocated at the start; ``kv_offloading_size`` gives them in GiB.
+    Several ranks share them."""
     num_cpu_blocks: _Count = None
     """Number of offloaded blocks to keep, instead of a number of bytes."""
     block_size: _Count = None
@@ -100,9 +105,12 @@ class OffloadingConnector(PrefixConnector[BlockCopy, BlockCopy]):
         assert kv_cache_config is not None, "made by the engine, which has a plan"
         options = OffloadingOptions(**self._kv_transfer_config.kv_connector_extra_config)
         chunks = plan_chunks(options, kv_cache_config)
-        self._num_blocks = num_host_blocks(options, kv_cache_config.block_bytes, chunks)
+        self._num_ranks = vllm_config.parallel_config.world_size
+        block_bytes = kv_cache_config.block_bytes * self._num_ranks
+        self._num_blocks = num_host_blocks(options, block_bytes, chunks)
         if role is KVConnectorRole.SCHEDULER:
             policy = find_policy(options.eviction_policy)
+            self._ranks_ended: Counter[int] = Counter()
             self._host = HostBlocks(self._num_blocks, policy, chunks.blocks, chunks.keeps_parts)
             self._tracker = PrefixTracker(
                 vllm_config, kv_cache_config, self._host.index, chunks.tokens_per_hit
@@ -131,7 +139,7 @@ class OffloadingConnector(PrefixConnector[BlockCopy, BlockCopy]):
         """Begin the copies without waiting: the next step runs after them."""
         step = self._step()
         self._copies.save(step.saves)
-        self._ended = EndedStep(step.step_number)
+        self._ended = EndedSaves(Counter([step.step_number]))
 
     # Scheduler side
 
@@ -144,8 +152,14 @@ class OffloadingConnector(PrefixConnector[BlockCopy, BlockCopy]):
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         ended = connector_output.kv_connector_worker_meta
-        if isinstance(ended, EndedStep):
-            self._host.confirm(ended.step_number)
+        if not isinstance(ended, EndedSaves):
+            return
+        counts = self._ranks_ended
+        counts.update(ended.ranks_of_steps)
+        for step_number in sorted(n for n, ranks in counts.items() if ranks == self._num_ranks):
+            self._host.confirm(step_number)
+            for earlier in [n for n in counts if n <= step_number]:
+                del counts[earlier]  # some rank never saved what is left
 
     def request_finished(
         self, request: Request, block_ids: list[int]
@@ -184,7 +198,7 @@ def plan_chunks(options: OffloadingOptions, plan: KVCacheConfig) -> Chunks:
 
 def num_host_blocks(options: OffloadingOptions, block_bytes: int, chunks: Chunks) -> int:
     """Return the number of host blocks, each as large as the pool's, with the null block.
-    ValueError: too few."""
+    block_bytes: those of a block on all ranks. ValueError: too few."""
     if options.num_cpu_blocks is not None:
         return 1 + options.num_cpu_blocks * max(chunks.blocks)
     least = 1 + max(chunks.blocks)

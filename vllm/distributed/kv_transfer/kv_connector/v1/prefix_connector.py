@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -41,14 +42,15 @@ class StepTransfers(KVConnectorMetadata, Generic[LoadT, SaveT]):
 
 
 @dataclass
-class EndedStep(KVConnectorWorkerMetadata):
-    """A report that the saves of a step have ended."""
+class EndedSaves(KVConnectorWorkerMetadata):
+    """A report that the saves of steps have ended."""
 
-    step_number: int
+    ranks_of_steps: Counter[int]
+    """Number of a step -> number of ranks on which they have."""
 
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> EndedStep:
-        assert isinstance(other, EndedStep)
-        return EndedStep(min(self.step_number, other.step_number))
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> EndedSaves:
+        assert isinstance(other, EndedSaves)
+        return EndedSaves(self.ranks_of_steps + other.ranks_of_steps)
 
 
 class PrefixConnector(KVConnectorBase_V1, SupportsHMA, Generic[LoadT, SaveT]):
@@ -69,7 +71,7 @@ class PrefixConnector(KVConnectorBase_V1, SupportsHMA, Generic[LoadT, SaveT]):
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self._failed_blocks: set[int] = set()
-        self._ended: EndedStep | None = None
+        self._ended: EndedSaves | None = None
         self._loads: list[LoadT] = []  # of the step that is being planned
 
     # Worker side
@@ -82,7 +84,7 @@ class PrefixConnector(KVConnectorBase_V1, SupportsHMA, Generic[LoadT, SaveT]):
         failed_blocks, self._failed_blocks = self._failed_blocks, set()
         return failed_blocks
 
-    def build_connector_worker_meta(self) -> EndedStep | None:
+    def build_connector_worker_meta(self) -> EndedSaves | None:
         ended, self._ended = self._ended, None
         return ended
 

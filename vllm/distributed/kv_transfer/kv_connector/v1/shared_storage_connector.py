@@ -5,11 +5,14 @@ of recurrent layers and rows of hidden states. Any engine of the same model, als
 it. Options (``kv_connector_extra_config``):
 
     shared_storage_path   the folder; it is made if it does not exist
-    max_bytes             quota for the files of one model; None: no limit
+    max_bytes             quota for the files of one model, which ranks share; None: no limit
     mixed_kernels         load blocks that other kernels computed (another instruction set), whose
                           last bits may differ; false by default
 
     <folder>/<fingerprint>/<group>-<hash of the prefix>-<index>.block
+
+Each rank of tensor parallelism or pipeline stages has its own folder for the caches that it fills.
+The fingerprint says the sizes and the rank. A prefix is found if all ranks have stored it.
 
 A file holds ``[digest | length of the header | header | block]``. The header is JSON: the
 fingerprint, and all names of this block. The digest covers everything after it. So a file that
@@ -39,12 +42,19 @@ from pydantic import Strict, StrictBool
 
 from vllm.config.identity import value_identity
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorRole
-from vllm.distributed.kv_transfer.kv_connector.v1.prefix_connector import EndedStep, PrefixConnector
+from vllm.distributed.kv_transfer.kv_connector.v1.prefix_connector import (
+    EndedSaves,
+    PrefixConnector,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.prefix_tracker import (
     Load,
     NumberedIndex,
     PrefixTracker,
     SavedContent,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.rank_share import (
+    configs_of_ranks,
+    plan_of_rank,
 )
 from vllm.logger import init_logger
 from vllm.ops.sources import kernels_of
@@ -60,6 +70,7 @@ from vllm.version import __version__
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.forward_context import ForwardContext
+    from vllm.v1.cache_kinds.base import KVCacheReferences
     from vllm.v1.request import Request
 
 logger = init_logger(__name__)
@@ -223,7 +234,8 @@ class SharedStorageOptions:
 
     shared_storage_path: FolderPath
     max_bytes: Annotated[int, Strict(), at_least(1)] | None = None
-    """Bytes that all files of one folder may take; the least recently used are removed first."""
+    """Bytes that all files of one model may take; the least recently used are removed first. Each
+    rank has an equal part of them."""
     mixed_kernels: StrictBool = False
     """Share blocks between machines whose kernels may differ in the last bits."""
 
@@ -235,7 +247,37 @@ class FileToLoad(NamedTuple):
     blocks: list[int]
 
 
-class SharedStorageConnector(PrefixConnector[FileToLoad, SavedContent]):
+class FileToSave(NamedTuple):
+    """Blocks of the pool that become a file, and its keys."""
+
+    request_id: str
+    blocks: list[int]
+    keys: list[BlockKey]
+
+
+class StoredRuns:
+    """The bytes of a block that a rank stores: all if there is one rank, else the runs of the
+    layers whose caches it fills."""
+
+    def __init__(self, share: KVCacheConfig, group_id: int, *, takes_whole: bool) -> None:
+        names = share.kv_cache_groups[group_id].layer_names
+        runs = sorted(run for name in names for run in share.page_runs(name))
+        self._runs = [(0, share.block_bytes)] if takes_whole else runs
+        self.num_bytes = sum(length for _, length in self._runs)
+
+    def read(self, block: torch.Tensor) -> torch.Tensor:
+        """Return the bytes of a block int8 [block_bytes] on the host."""
+        parts = [block[start : start + length] for start, length in self._runs]
+        return torch.cat(parts).cpu()
+
+    def write(self, block: torch.Tensor, content: torch.Tensor) -> None:
+        """Reverse :meth:`read`."""
+        parts = torch.split(content, [length for _, length in self._runs])
+        for (start, length), part in zip(self._runs, parts, strict=True):
+            block[start : start + length].copy_(part)
+
+
+class SharedStorageConnector(PrefixConnector[FileToLoad, FileToSave]):
     """Copies blocks of every group between the pool and files."""
 
     outlives_engine = True
@@ -249,15 +291,27 @@ class SharedStorageConnector(PrefixConnector[FileToLoad, SavedContent]):
         super().__init__(vllm_config, role, kv_cache_config)
         assert kv_cache_config is not None, "made by the engine, which has a plan"
         options = SharedStorageOptions(**self._kv_transfer_config.kv_connector_extra_config)
-        name = fingerprint(vllm_config, kv_cache_config, options.mixed_kernels)
-        self._blocks = StoredBlocks(Path(options.shared_storage_path) / name, options.max_bytes)
-        self._staged: list[tuple[SavedContent, Path]] = []  # of the step under way
+        self._staged: list[tuple[FileToSave, Path]] = []  # of the step under way
         self._dropped: set[str] = set()
         self._states = StateLayout(kv_cache_config)
         self._state_group_ids = kv_cache_config.recurrent_group_ids
-        if role is KVConnectorRole.SCHEDULER:
-            self._index = NumberedIndex(len(self._state_group_ids), self._blocks.has)
-            self._tracker = PrefixTracker(vllm_config, kv_cache_config, self._index)
+        self._num_ranks = vllm_config.parallel_config.world_size
+        values = identity(vllm_config, options.mixed_kernels)
+
+        def blocks_of(config: VllmConfig, share: KVCacheConfig) -> StoredBlocks:
+            folder = Path(options.shared_storage_path) / fingerprint(config, values, share)
+            quota = None if options.max_bytes is None else options.max_bytes // self._num_ranks
+            return StoredBlocks(folder, quota)
+
+        if role is KVConnectorRole.WORKER:
+            self._own_groups = _own_groups(kv_cache_config)
+            self._blocks = blocks_of(vllm_config, kv_cache_config)
+            return
+        shares = [(c, plan_of_rank(c, kv_cache_config)) for c in configs_of_ranks(vllm_config)]
+        self._of_ranks = [(blocks_of(c, share), _own_groups(share)) for c, share in shares]
+        self._blocks = self._of_ranks[vllm_config.parallel_config.rank][0]
+        self._index = NumberedIndex(len(self._state_group_ids), self._is_stored)
+        self._tracker = PrefixTracker(vllm_config, kv_cache_config, self._index)
 
     @classmethod
     def check_config(cls, vllm_config: VllmConfig) -> None:
@@ -285,35 +339,49 @@ class SharedStorageConnector(PrefixConnector[FileToLoad, SavedContent]):
                 logger.warning("a stored block could not be loaded: %s", error)
                 self._failed_blocks.update(blocks)
 
+    def register_kv_cache_references(self, references: KVCacheReferences) -> None:
+        super().register_kv_cache_references(references)
+        assert self._kv_cache_config is not None
+        takes_whole = self._num_ranks == 1
+        self._runs = {
+            group_id: StoredRuns(self._kv_cache_config, group_id, takes_whole=takes_whole)
+            for group_id in self._own_groups.difference(self._state_group_ids)
+        }
+
     def _load(self, key: BlockKey, blocks: list[int]) -> None:
-        is_state = key[0] in self._state_group_ids
-        num_bytes = self._states.num_bytes if is_state else self._pool.shape[1]
-        content = torch.frombuffer(self._blocks.read(key, num_bytes), dtype=torch.int8)
-        if is_state:
+        group_id = key[0]
+        if group_id not in self._own_groups:
+            return
+        if group_id in self._state_group_ids:
+            content = self._read(key, self._states.num_bytes)
             self._states.write(self._pool, blocks, content)
         else:
-            (block,) = blocks
-            self._pool[block].copy_(content)
+            runs, (block,) = self._runs[group_id], blocks
+            runs.write(self._pool[block], self._read(key, runs.num_bytes))
+
+    def _read(self, key: BlockKey, num_bytes: int) -> torch.Tensor:
+        return torch.frombuffer(self._blocks.read(key, num_bytes), dtype=torch.int8)
 
     def wait_for_save(self) -> None:
         for saved in self._step().saves:
-            if saved.request.request_id in self._dropped:
+            group_id = saved.keys[0][0]
+            if saved.request_id in self._dropped or group_id not in self._own_groups:
                 continue
-            if saved.is_state:
+            if group_id in self._state_group_ids:
                 content = self._states.read(self._pool, saved.blocks)
             else:
-                content = self._pool[saved.blocks[0]].cpu()
+                content = self._runs[group_id].read(self._pool[saved.blocks[0]])
             try:
                 staged = self._blocks.stage(saved.keys, content.numpy().tobytes())
                 self._staged.append((saved, staged))
             except OSError as error:
                 logger.warning_once("blocks are not stored: %s", error.strerror or error)
 
-    def build_connector_worker_meta(self) -> EndedStep | None:
+    def build_connector_worker_meta(self) -> EndedSaves | None:
         """Publish the saves; this hook is the last in a step, so all failed loads are known."""
         for saved, staged in self._staged:
             try:
-                if saved.request.request_id in self._dropped:
+                if saved.request_id in self._dropped:
                     staged.unlink(missing_ok=True)
                 else:
                     self._blocks.publish(saved.keys, staged)
@@ -324,6 +392,10 @@ class SharedStorageConnector(PrefixConnector[FileToLoad, SavedContent]):
 
     # Scheduler side
 
+    def _is_stored(self, key: BlockKey) -> bool:
+        """Return whether all ranks that fill a part of a block have stored it."""
+        return all(blocks.has(key) for blocks, groups in self._of_ranks if key[0] in groups)
+
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
@@ -333,34 +405,50 @@ class SharedStorageConnector(PrefixConnector[FileToLoad, SavedContent]):
     def begin(self, request: Request, load: Load) -> list[FileToLoad]:
         return [FileToLoad(self._index.key_of(n), blocks) for n, blocks in load.targets.items()]
 
-    def place(self, step_number: int, saves: list[SavedContent]) -> list[SavedContent]:
-        return saves
+    def place(self, step_number: int, saves: list[SavedContent]) -> list[FileToSave]:
+        return [FileToSave(one.request.request_id, one.blocks, one.keys) for one in saves]
 
 
-def fingerprint(vllm_config: VllmConfig, plan: KVCacheConfig, mixes_kernels: bool) -> str:
-    """Return the name of the folder for blocks of this engine, a hash of all that the bytes of a
-    block depend on besides its prefix: what determines the values, and the layout of layers.
+def _own_groups(share: KVCacheConfig) -> frozenset[int]:
+    """Return the groups of which a rank stores something; recurrent states have the first's key."""
+    recurrent = share.recurrent_group_ids
+    own = {i for i, group in enumerate(share.kv_cache_groups) if group.layer_names}
+    states = recurrent[:1] if own.intersection(recurrent) else []
+    return frozenset(own.difference(recurrent).union(states))
+
+
+def identity(vllm_config: VllmConfig, mixes_kernels: bool) -> dict[str, Any]:
+    """Return all that values in a block depend on, the same on all ranks."""
+    kernels = "" if mixes_kernels else kernels_of(vllm_config.device_config.device_type)
+    return value_identity(vllm_config, kernels)
+
+
+def fingerprint(vllm_config: VllmConfig, values: dict[str, Any], share: KVCacheConfig) -> str:
+    """Return the name of the folder for blocks of this rank: a hash of all that the bytes of a
+    block depend on besides its prefix (``values``, and the layout of layers), then the rank.
 
     For recurrent states the layout in the pool does not count: they are stored in a layout that
     every kernel can read (``StateLayout``).
     """
-    kernels = "" if mixes_kernels else kernels_of(vllm_config.device_config.device_type)
-    speculative = vllm_config.speculative_config
+    speculative, parallel = vllm_config.speculative_config, vllm_config.parallel_config
+    size, rank = parallel.tensor_parallel_size, parallel.rank % parallel.tensor_parallel_size
+    place = f"-tensor-{rank}-of-{size}-stage-{parallel.stage}-of-{parallel.pipeline_parallel_size}"
     facts = {
         "engine_version": __version__,
-        "values": value_identity(vllm_config, kernels),
+        "values": values,
         "layers": list(speculative.hidden_state_layer_ids) if speculative else None,
-        "block_bytes": plan.block_bytes,
+        "block_bytes": share.block_bytes,
         "groups": [
-            [(name, plan.page_runs(name)) for name in group.layer_names]
+            [(name, share.page_runs(name)) for name in group.layer_names]
             + [group.kv_cache_spec.block_size]
-            for group in plan.kv_cache_groups
+            for group in share.kv_cache_groups
             if not group.kv_cache_spec.is_recurrent
         ],
-        "states": StateLayout(plan).facts(),
+        "states": StateLayout(share).facts(),
     }
     text = json.dumps(facts, sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()[:32]
+    name = hashlib.sha256(text.encode()).hexdigest()[:32]
+    return name + place if parallel.world_size > 1 else name
 
 
 def _make(folder: Path) -> None:
