@@ -38,6 +38,8 @@ SAMPLED = SamplingParams(max_tokens=7, temperature=0.9, seed=11, ignore_eos=True
 OPTIONS: dict[str, Any] = {"max_model_len": 128, "kv_cache_memory_bytes": 2**23}
 LAYERS: list[int | str] = [0, 2, 4, "norm"]
 STEERING = [SteeringVector(torch.linspace(-1, 1, 72), [1], positions=[3, 4])]
+SPREAD = {"decode_context_parallel_size": 2}
+STORING = {"kv_transfer_config": {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}}
 HOOKS = ["blocks.2.hook_attn_out", "blocks.1.hook_mlp_out", "blocks.1.attn.hook_z"]
 
 

@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import torch
 
-from vllm.config import KVTransferConfig, VllmConfig
+from vllm.config import KVTransferConfig, ParallelConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, SupportsHMA
 from vllm.exceptions import Failure
@@ -67,6 +67,7 @@ class Harness:
                     method="extract_hidden_states", hidden_state_layer_ids=layer_ids
                 ),
                 model_config=SimpleNamespace(model="tiny-model"),
+                parallel_config=ParallelConfig(),
             ),
         )
         cache_config = self._cache_config(num_blocks)

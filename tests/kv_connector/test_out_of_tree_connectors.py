@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import os
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -15,9 +16,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.engine.harness import extraction_config
 from tests.kv_connector import out_of_tree_connectors
 from tests.kv_connector.connector_harness import PATIENCE_S, Harness, MakeHarness
 from tests.kv_connector.out_of_tree_connectors import StoreConnector
+from vllm import AsyncEngineArgs, AsyncLLM
 from vllm.config import KVTransferConfig, connectors
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -36,6 +39,7 @@ from vllm.v1.rows.writer import (
     HostEvent,
 )
 
+SMALL = {"kv_cache_memory_bytes": 2**24, "max_model_len": 64}
 MODULE = out_of_tree_connectors.__name__
 EXAMPLE = {"kv_connector": "ExampleHiddenStatesConnector"}
 STORE = {"kv_connector": "StoreConnector", "kv_connector_module_path": MODULE}
@@ -319,3 +323,23 @@ def test_extraction_has_to_be_on(make_harness: MakeHarness) -> None:
     bare.speculative_config = None
     with pytest.raises(ValueError, match="needs speculative_config with method"):
         ExampleHiddenStatesConnector(bare, worker.role, worker._kv_cache_config)
+
+
+@pytest.mark.exhaustive
+def test_a_registered_connector_reaches_an_engine_in_another_process(
+    checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vllm.config.connectors.REGISTERED", dict(connectors.REGISTERED))
+    KVConnectorFactory.register_connector("mine", MODULE, "StoreConnector")
+
+    async def run() -> None:
+        options = extraction_config([1], tmp_path) | SMALL
+        options["kv_transfer_config"]["kv_connector"] = "mine"
+        args = AsyncEngineArgs(str(checkpoint("llama")), **options)
+        llm = AsyncLLM.from_engine_args(args)
+        try:
+            await llm.start()
+        finally:
+            await llm.shutdown()
+
+    asyncio.run(run())

@@ -52,12 +52,14 @@ class CoreHandle(ChildProcess):
     def configure(self, vllm_config: VllmConfig) -> None:
         """Hand the config over. EngineDeadError: the process is gone."""
         # Not at the top of the file: this loads torch, as the new process does meanwhile.
+        from vllm.config.connectors import REGISTERED
         from vllm.model_classes import ModelRegistry
         from vllm.v1.engine.core_process import CoreSettings
 
         settings = CoreSettings(
             vllm_config=vllm_config,
             models=ModelRegistry.snapshot(),
+            connectors=dict(REGISTERED),
             command_address=self.command_address,
             report_address=self.report_address,
             log_format=log_format(),

@@ -22,6 +22,7 @@ import zmq
 
 # Imported before the settings arrive: the parent makes the config in the meantime.
 from vllm.config import VllmConfig
+from vllm.config.connectors import REGISTERED, Location
 from vllm.exceptions import Failure, FailureError, FailureKind, NotReadyError
 from vllm.logger import LogFormat, init_logger, set_log_format
 from vllm.model_classes import ModelRegistry
@@ -62,6 +63,8 @@ class CoreSettings:
     vllm_config: VllmConfig
     models: dict[str, str]
     """Architectures registered in the parent: name -> "module:Class"."""
+    connectors: dict[str, Location]
+    """Connectors that are known by name there."""
     command_address: str
     report_address: str
     log_format: LogFormat
@@ -218,6 +221,7 @@ def _receive_commands(address: str, context: zmq.Context[Any], process: CoreProc
 def _start_core(settings: CoreSettings) -> tuple[EngineCore | None, CoreStarted]:
     try:
         ModelRegistry.restore(settings.models)
+        REGISTERED.update(settings.connectors)
         core = EngineCore(settings.vllm_config)
     except ValueError as error:
         return None, CoreStarted(failure=Failure(FailureKind.BAD_REQUEST, str(error)))

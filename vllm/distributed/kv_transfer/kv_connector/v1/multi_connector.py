@@ -31,7 +31,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.multi_metrics import (
     data_of,
     part_names,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.rank_share import has_connector
+from vllm.distributed.kv_transfer.kv_connector.v1.rank_share import has_part
 from vllm.exceptions import Failure
 from vllm.logger import init_logger
 from vllm.v1.outputs import SaveStats
@@ -161,7 +161,9 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
         """Worker: indices of connectors that only another rank has."""
         try:
             for index, (part_class, part_config) in enumerate(_parts(vllm_config)):
-                if role is KVConnectorRole.WORKER and not has_connector(part_config):
+                transfer = part_config.kv_transfer_config
+                assert transfer is not None
+                if role is KVConnectorRole.WORKER and not has_part(vllm_config, transfer):
                     self._absent.add(index)
                     part_class = _AbsentConnector
                 self._connectors.append(part_class(part_config, role, kv_cache_config))

@@ -15,17 +15,20 @@ from vllm.config.connectors import find_connector_class
 from vllm.v1.rows.fields.activations import layer_of
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import KVTransferConfig, VllmConfig
     from vllm.v1.cache_kinds.base import KVCacheConfig
 
 
 def has_connector(vllm_config: VllmConfig) -> bool:
     """Return whether this rank has a worker side of the configured connector."""
     transfer = vllm_config.connector_config
-    if transfer is None:
-        return False
+    return transfer is not None and has_part(vllm_config, transfer)
+
+
+def has_part(vllm_config: VllmConfig, transfer: KVTransferConfig) -> bool:
+    """Return whether this rank has a worker side of a connector, maybe one of several."""
     rows_only = find_connector_class(transfer).capabilities(transfer).takes_rows_only
-    return vllm_config.parallel_config.is_driver or not rows_only
+    return not rows_only or vllm_config.parallel_config.is_driver
 
 
 def is_on_all_ranks(vllm_config: VllmConfig) -> bool:
