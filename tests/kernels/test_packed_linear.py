@@ -9,7 +9,8 @@ import torch
 from cases_packed_linear import CODES, HAVE_ZEROS, KINDS, SCALES, packed_weight, scales_cells
 from kernel_calls import Kernels
 
-from vllm.ops.packed_linear import PackedWeight, weight_of_packed_panels
+from vllm.ops.packed_linear import CutGroupError, PackedWeight, weight_of_packed_panels
+from vllm.ops.served_activations import ServedActivations
 
 SHAPES = [(1, 1, 2), (64, 64, 16), (70, 34, 40), (33, 71, 8), (570, 1090, 128), (65, 2082, 2082)]
 """Rows (of 570 a lone input row meets two panels at once), columns, columns of a group."""
@@ -149,3 +150,42 @@ def test_what_breaks_the_contract_is_not_computed(kernels: Kernels) -> None:
     panels = replace(weight.make_panels(), scales=torch.ones(2, 16, 64))
     with pytest.raises(AssertionError):
         kernels.packed_linear(x, panels, 4, None, 70)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("columns", "group", "start", "length", "groups_of"),
+    [
+        (192, 32, 64, 128, 32),
+        (192, 32, 0, 40, 32),  # the last group is shorter
+        (192, 192, 96, 96, 96),  # a scale for a row
+        (200, 128, 64, 136, 64),
+        (272, 136, 136, 68, 136),
+    ],
+)
+def test_columns_of_a_weight_are_those_of_the_whole(
+    kind: str, columns: int, group: int, start: int, length: int, groups_of: int
+) -> None:
+    whole = packed_weight(kind, 5, columns, group, torch.float32, kind in HAVE_ZEROS)
+    part = whole.narrow(1, start, length)
+    assert (part.columns, part.group_size) == (length, groups_of)
+    expected = whole.dequantise(torch.float32)[:, start : start + length]
+    assert torch.equal(part.dequantise(torch.float32), expected)
+
+
+@pytest.mark.parametrize(
+    ("rule", "start", "message"),
+    [
+        (None, 36, "divide groups of 32 into parts of 4, which are too small"),
+        (ServedActivations(torch.int8), 64, "inputs are rounded by whole rows"),
+        (ServedActivations(torch.int8, 64), 32, "inputs are rounded in groups"),
+    ],
+)
+def test_columns_that_cannot_be_had_alone(
+    rule: ServedActivations | None, start: int, message: str
+) -> None:
+    weight = replace(packed_weight("int8", 5, 192, 32, torch.float32, False), activations=rule)
+    with pytest.raises(CutGroupError, match=message):
+        weight.narrow(1, start, 192 - start)
+    served = replace(weight, activations=ServedActivations(torch.int8, has_scale=True, scale=0.1))
+    assert served.narrow(1, 64, 128).columns == 128

@@ -20,7 +20,7 @@ from contextlib import redirect_stdout
 from functools import cached_property
 from io import StringIO
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from safetensors.torch import load_file
@@ -49,6 +49,8 @@ class Family:
     """One family: its checkpoint, what transformers makes of it, and what was seen of it."""
 
     model_impl = "auto"
+    more_options: ClassVar[dict[str, Any]] = {}
+    """Further options of all engines."""
 
     def __init__(self, name: str, folder: Path, **overrides: Any) -> None:
         self.name = name
@@ -69,9 +71,12 @@ class Family:
         with self.engine() as llm:
             return self.extracted(llm, self.layers)
 
+    @property
+    def options(self) -> dict[str, Any]:
+        return {**OPTIONS, "model_impl": self.model_impl, **self.more_options}
+
     def engine(self, **options: Any) -> Any:
-        usual = {**OPTIONS, "max_num_batched_tokens": 256, "model_impl": self.model_impl}
-        return engine(self.checkpoint, **{**usual, **options})
+        return engine(self.checkpoint, **{"max_num_batched_tokens": 256, **self.options, **options})
 
     def files(self, name: str) -> dict[str, Any]:
         return extraction_config(self.layers, self.folder / name)
@@ -195,7 +200,7 @@ def files(family: Family) -> None:
 def http(family: Family) -> None:
     folder = family.folder / "http"
     with (
-        live_server(family.checkpoint, folder, layers=family.layers, **OPTIONS) as server,
+        live_server(family.checkpoint, folder, layers=family.layers, **family.options) as server,
         server.client() as client,
     ):
         body = {"prompt": family.prompts, "max_tokens": 1}
@@ -212,7 +217,7 @@ def vllm_extract(family: Family) -> None:
     layers = ",".join(map(str, family.layers))
     options = ExtractOptions(input=[str(data)], output=str(output), layers=layers)
     with redirect_stdout(StringIO()):
-        status = run_job(options, EngineArgs(model=str(family.checkpoint), **OPTIONS))
+        status = run_job(options, EngineArgs(model=str(family.checkpoint), **family.options))
     assert status == 0, f"status {status}"
     family.check_bits([sample.hidden_states for sample in HiddenStatesDataset(output)])
 
@@ -258,8 +263,14 @@ def main(
     parser = argparse.ArgumentParser(description=sys.modules["__main__"].__doc__)
     parser.add_argument("families", nargs="*", help="keys of FAMILIES; all without")
     parser.add_argument("--model-impl", default="auto", choices=["auto", "transformers"])
+    parser.add_argument(
+        "--options",
+        type=json.loads,
+        default={},
+        help="""options of all engines, such as '{"tensor_parallel_size": 2}'""",
+    )
     arguments = parser.parse_args()
-    Family.model_impl = arguments.model_impl
+    Family.model_impl, Family.more_options = arguments.model_impl, arguments.options
     logging.disable(logging.WARNING)
     found: dict[str, dict[str, str]] = {}
     widths = [len(kind) for kind in kinds]

@@ -13,6 +13,7 @@ formats whose scales have 8 bits.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -211,30 +212,47 @@ class PackedWeight:
         return self._with_rows(lambda tensor: tensor[rows])
 
     def narrow(self, dim: int, start: int, length: int) -> PackedWeight:
-        """Return consecutive rows (0) or columns (1). CutGroupError: a group would be cut."""
+        """Return consecutive rows (0) or columns (1). CutGroupError: they cannot be had alone."""
         if dim == 0:
             return self._with_rows(lambda tensor: tensor.narrow(0, start, length))
         if (start, length) == (0, self.columns):
             return self
-        is_cut = start % self.group_size or (
-            length % self.group_size and start + length != self.columns
-        )
-        if self.order is not None or is_cut:
-            how = "out of order" if self.order is not None else f"of {self.group_size}"
+        # A group that begins before the columns is divided; each part has its scale.
+        size, per = math.gcd(start, self.group_size), 1 if self.table is None else 2
+        if problem := self._why_whole(start, size):
             raise CutGroupError(
-                f"cannot be cut: columns {start} to {start + length} of its {self.columns} do not "
-                f"hold whole groups, which are {how}; use a tensor_parallel_size that leaves "
-                "groups whole"
+                f"cannot be cut: columns {start} to {start + length} of its {self.columns}: "
+                f"{problem}; use a tensor_parallel_size that leaves groups whole"
             )
-        per = 1 if self.table is None else 2
-        first, groups = start // self.group_size, -(-length // self.group_size)
-        return replace(
+        parts = torch.arange(start, start + length, size, device=self.device) // self.group_size
+        found = replace(
             self,
             codes=self.codes.narrow(1, start // per, -(-length // per)),
-            scales=self.scales.narrow(1, first, groups),
-            zeros=None if self.zeros is None else self.zeros.narrow(1, first, groups),
+            scales=self.scales[:, parts],
+            zeros=None if self.zeros is None else self.zeros[:, parts],
             columns=length,
+            group_size=size,
         )
+        if self.can_be_panels() and not found.can_be_panels():
+            raise CutGroupError(
+                f"cannot be cut: columns {start} to {start + length} of its {self.columns} divide "
+                f"groups of {self.group_size} into parts of {size}, which are too small; use a "
+                "tensor_parallel_size that leaves groups whole"
+            )
+        return found
+
+    def _why_whole(self, start: int, size: int) -> str:
+        """Return why columns from ``start`` on cannot be had alone; empty: they can."""
+        if self.order is not None:
+            return "its groups are out of order"
+        if self.table is not None and start % 2:
+            return "two codes are one byte"
+        rule = self.activations
+        if rule is None or rule.has_scale:
+            return ""
+        if rule.group_size is None:
+            return "its inputs are rounded by whole rows (activation_quantization)"
+        return "its inputs are rounded in groups" if size % rule.group_size else ""
 
     @property
     def description(self) -> str:

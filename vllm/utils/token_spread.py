@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
-import torch
-
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
+    import torch
 
-Numbers = TypeVar("Numbers", int, "npt.NDArray[np.int64]", torch.Tensor)
+Numbers = TypeVar("Numbers", int, "npt.NDArray[np.int64]", "torch.Tensor")
 
 
 @dataclass(frozen=True)
