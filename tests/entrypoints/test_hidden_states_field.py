@@ -397,7 +397,8 @@ def test_beside_other_requests(plain: LiveServer) -> None:
 
 
 def test_a_client_that_leaves_ends_the_work(plain: LiveServer) -> None:
-    body = {"prompt": [[5] * 200] * 30, "hidden_states": {"layers": 1, "positions": "last"}}
+    prompts = [[5 + i] * 200 for i in range(120)]  # none is a prefix of another
+    body = {"prompt": prompts, "hidden_states": {"layers": 1, "positions": "last"}}
     with plain.client() as http, pytest.raises(httpx.TimeoutException):
         http.post(COMPLETIONS, json=body, timeout=0.02)
     processor, deadline = plain.state.engine.output_processor, time.monotonic() + 30
