@@ -22,12 +22,13 @@ from vllm.distributed.communicators import (
 from vllm.distributed.gloo_communicator import GlooCommunicator
 from vllm.distributed.parallel_state import (
     GroupCoordinator,
+    fails_on_all_ranks,
     get_dcp_group,
     get_decode_context_model_parallel_rank,
     get_decode_context_model_parallel_world_size,
     use_groups,
 )
-from vllm.distributed.pipeline_links import Link
+from vllm.distributed.pipeline_links import NO_LINKS, Link
 from vllm.ops.ranks import ALL_THERE, LEFT, TIMED_OUT, meet_ranks
 
 Make = Callable[[int], Communicator]
@@ -245,3 +246,19 @@ def test_meetings(meet: Callable[..., None]) -> None:
     assert state.item() == ALL_THERE
     meet(flags, 0, 8, 10**6, state)
     assert state.item() == LEFT
+
+
+@pytest.mark.parametrize("failing_rank", [0, 1])
+def test_an_error_without_a_message_fails_on_all_ranks(make: Make, failing_rank: int) -> None:
+    """Python's own MemoryError has none."""
+
+    def run(group: GroupCoordinator) -> None:
+        with use_groups(group, NO_LINKS), fails_on_all_ranks():
+            if group.rank == failing_rank:
+                raise MemoryError
+
+    for rank, result in enumerate(on_all(make, run)):
+        if rank == failing_rank:
+            assert isinstance(result, MemoryError)
+        else:
+            assert isinstance(result, GroupClosedError) and "MemoryError" in str(result)

@@ -180,7 +180,7 @@ def _check_external(config: VllmConfig) -> None:
     elif config.kv_events_config is not None:
         reason = "kv_events_config: each process would publish"
     elif config.lora_config.enable_lora:
-        reason = "enable_lora: adapters are not cut over ranks"
+        reason = "enable_lora: each process would load adapters by itself"
     elif config.scheduler_config.async_scheduling:
         reason = "async_scheduling: each step waits for the results of the one before"
     if reason is not None:

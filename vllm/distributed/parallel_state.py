@@ -218,7 +218,7 @@ def fails_on_all_ranks() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        values_of_all_ranks(str(error))
+        values_of_all_ranks(str(error) or type(error).__name__)
         raise
     for problem in values_of_all_ranks(""):
         if problem:

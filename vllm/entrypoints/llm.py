@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, TypeVar, Unpack, overload
 
-from tqdm import tqdm
-
 from vllm.engine.arg_utils import EngineArgs
 from vllm.hidden_states.layer_ids import Layers
 from vllm.hidden_states.names import Pooling
@@ -29,6 +27,7 @@ from vllm.transformers_utils.chat_template import (
 )
 from vllm.transformers_utils.pooling_config import VectorPooling
 from vllm.transformers_utils.tokenizer import TokenizerLike
+from vllm.utils.progress import Bar
 from vllm.v1.engine.extraction import ExtractionFeed
 from vllm.v1.engine.extraction_settings import ExtractionSettings, OnError
 from vllm.v1.engine.input_processor import ProcessedInput
@@ -531,7 +530,7 @@ class _Progress:
     """The progress bar of one call, with tokens per second."""
 
     def __init__(self, num_requests: int | None, use_tqdm: ProgressBar) -> None:
-        make_bar = use_tqdm if callable(use_tqdm) else tqdm
+        make_bar = use_tqdm if callable(use_tqdm) else Bar
         self._bar: Any = None
         if use_tqdm:
             self._bar = make_bar(

@@ -15,9 +15,9 @@ def round_down(number: int, multiple: int) -> int:
     return number // multiple * multiple
 
 
-__all__ = ["cdiv", "round_down", "round_up"]
-
-
 def divisors(number: int) -> list[int]:
     """Return the divisors of a number above 0, in order."""
     return [one for one in range(1, number + 1) if number % one == 0]
+
+
+__all__ = ["cdiv", "divisors", "round_down", "round_up"]

@@ -23,12 +23,12 @@ class _Lines:
         sys.stderr.flush()
 
 
-class _Bar(tqdm):  # type: ignore[type-arg] # its class takes no argument at run time
-    """Has a lock of this process alone. tqdm's own is also that of forked processes, and stays
-    locked for ever if one of them is killed with it."""
+class Bar(tqdm):  # type: ignore[type-arg] # its class takes no argument at run time
+    """A bar of tqdm with a lock of this process alone. tqdm's own is also that of forked processes,
+    and stays locked for ever if one of them is killed with it."""
 
 
-_Bar.set_lock(threading.RLock())
+Bar.set_lock(threading.RLock())
 
 
 def progress_bar(iterable: Iterable[Any] | None = None, **options: Any) -> tqdm[Any]:
@@ -37,6 +37,6 @@ def progress_bar(iterable: Iterable[Any] | None = None, **options: Any) -> tqdm[
     if not sys.stderr.isatty():
         seconds = {"mininterval": LINE_SECONDS, "maxinterval": LINE_SECONDS}
         form = {"file": _Lines(), "ncols": 0, **seconds}
-    make: Any = _Bar
+    make: Any = Bar
     bar: tqdm[Any] = make(iterable, **form, **options)
     return bar

@@ -191,10 +191,8 @@ class GPUModelRunner:
 
     def _check_spread(self) -> None:
         """Raise ValueError if tokens are to be spread over ranks and no layer can do that."""
-        size, specs = (
-            self.vllm_config.parallel_config.decode_context_parallel_size,
-            self.get_kv_cache_spec().values(),
-        )
+        size = self.vllm_config.parallel_config.decode_context_parallel_size
+        specs = self.get_kv_cache_spec().values()
         if size > 1 and all(spec.spread.is_whole for spec in specs):
             kinds = ", ".join(dict.fromkeys(spec.kind for spec in specs if not spec.holds_rows))
             raise ValueError(
