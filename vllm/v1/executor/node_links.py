@@ -27,17 +27,23 @@ _KEEP_ALIVE = {socket.TCP_KEEPIDLE: 10, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEP
 def master_place(parallel: ParallelConfig) -> tuple[str, int]:
     """Return the IPv4 address and the port at which nodes meet. ValueError: it is not private."""
     name = f"master_addr={parallel.master_addr!r}"
+    return private_address(name, parallel.master_addr), parallel.master_port
+
+
+def private_address(name: str, host: str) -> str:
+    """Return the IPv4 address of ``host``. ValueError, which begins with ``name``: it has none that
+    is private."""
     try:
-        found = socket.getaddrinfo(parallel.master_addr, None, socket.AF_INET)
+        found = socket.getaddrinfo(host, None, socket.AF_INET)
     except OSError as error:
         raise ValueError(f"{name} has no IPv4 address: {error.strerror or error}") from error
-    host = str(found[0][4][0])
-    if ipaddress.ip_address(host).is_global:
+    address = str(found[0][4][0])
+    if ipaddress.ip_address(address).is_global:
         raise ValueError(
-            f"{name} is the public address {host}: nodes send each other tensors and pickled "
+            f"{name} is the public address {address}: nodes send each other tensors and pickled "
             "objects without encryption; use a private network"
         )
-    return host, parallel.master_port
+    return address
 
 
 def connection_over(link: socket.socket) -> Connection:

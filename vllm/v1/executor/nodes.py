@@ -10,10 +10,9 @@ from multiprocessing import AuthenticationError
 from typing import TYPE_CHECKING, Any
 
 import zmq
-from torch._C._distributed_c10d import TCPStore
 
 from vllm.logger import init_logger
-from vllm.v1.executor.gloo_wiring import GlooWiring
+from vllm.v1.executor.gloo_wiring import GlooWiring, make_store
 from vllm.v1.executor.node_links import (
     NodeLink,
     authenticate,
@@ -21,7 +20,7 @@ from vllm.v1.executor.node_links import (
     master_place,
     receive,
 )
-from vllm.v1.executor.rank_clients import RankClient
+from vllm.v1.executor.rank_clients import RankClient, open_calls
 from vllm.v1.executor.rank_terms import differences, terms_of
 
 if TYPE_CHECKING:
@@ -67,7 +66,7 @@ class Nodes:
         self._links: dict[int, NodeLink] = {}
         self._problem: str | None = None
         self._changed = threading.Condition()
-        self._store = self._make_store()
+        self._store = make_store(self._host, self._listen(0))
         with self._listen(port) as listener:
             threading.Thread(target=self._accept, args=(listener,), daemon=True).start()
             try:
@@ -78,14 +77,6 @@ class Nodes:
             finally:
                 listener.shutdown(socket.SHUT_RDWR)  # ends the thread
         self.wiring = GlooWiring(self._host, self._store.port)
-
-    def _make_store(self) -> TCPStore:
-        listener = self._listen(0)
-        port = listener.getsockname()[1]
-        return TCPStore(
-            self._host, port, is_master=True, wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-        )  # fmt: skip
 
     def _listen(self, port: int) -> socket.socket:
         listener = socket.socket()
@@ -160,14 +151,8 @@ class Nodes:
         for node, link in self._links.items():
             places = {}
             for rank in parallel.ranks_of_node(node):
-                public, secret = zmq.curve_keypair()
-                rank_socket = context.socket(zmq.PAIR)
-                rank_socket.curve_server = True
-                rank_socket.curve_publickey, rank_socket.curve_secretkey = public, secret
-                rank_socket.bind(f"tcp://{self._host}:*")
-                url = rank_socket.getsockopt(zmq.LAST_ENDPOINT)
-                assert isinstance(url, bytes)
-                places[rank] = {"url": url.decode(), "key": public.decode()}
+                rank_socket, place = open_calls(context, self._host)
+                places[rank] = place._asdict()
                 seconds = parallel.distributed_timeout_seconds
                 remote.append(RemoteRank(rank, rank_socket, seconds, link))
             message = {"store_port": self._store.port, "ranks": places}
