@@ -44,6 +44,7 @@ class RayDouble:
     """A cluster with these CPUs on its nodes, the first of which is this one."""
 
     __file__ = "/no/ray/__init__.py"
+    WORKER_MODE = 1
 
     def __init__(self, cpus: Sequence[int], group: Group | None = None) -> None:
         self._nodes = {f"node-{number}": count for number, count in enumerate(cpus)}
@@ -69,7 +70,7 @@ class RayDouble:
 
     def get_runtime_context(self) -> Any:
         return SimpleNamespace(
-            get_node_id=lambda: HERE, get_task_id=lambda: None, gcs_address="127.0.0.1:1"
+            get_node_id=lambda: HERE, worker=SimpleNamespace(mode=0), gcs_address="127.0.0.1:1"
         )
 
     def nodes(self) -> list[dict[str, Any]]:

@@ -92,6 +92,19 @@ def test_room_in_the_callers_group() -> None:
         find_room(RayDouble([8]), "here", 2, away, 1.0)
 
 
+def test_room_for_equal_shares(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first rank has to fit on this node."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    for cpus, num_cpus, nodes in (
+        ([4, 4], 4, [HERE, "node-1"]),
+        ([2, 8], 2, [HERE, "node-1"]),
+        ([8, 1], 4, [HERE, HERE]),
+    ):
+        room = find_room(RayDouble(cpus), "here", 2, None, 1.0)
+        assert (room.num_cpus, [node for _, node in room.bundles]) == (num_cpus, nodes)
+        assert room.is_own
+
+
 @pytest.mark.parametrize(
     ("cpus", "num_parts", "share"),
     [([8], 3, 2), ([4, 2], 3, 2), ([5, 5], 2, 5), ([1, 1], 3, 1), ([], 1, 1), ([0, 64], 4, 16)],

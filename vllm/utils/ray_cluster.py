@@ -171,8 +171,9 @@ def find_room(ray: Any, option: str, num_ranks: int, group: Any, seconds: float)
 def _taken_by_this_process(ray: Any) -> int:
     """Return the CPUs that the task or actor which runs here has for itself."""
     context = ray.get_runtime_context()
-    is_worker = context.get_task_id() is not None
-    return int(context.get_assigned_resources().get("CPU", 0)) if is_worker else 0
+    if context.worker.mode != ray.WORKER_MODE:
+        return 0
+    return int(context.get_assigned_resources().get("CPU", 0))
 
 
 def _wait_for(ray: Any, option: str, group: Any, what: str, seconds: float) -> None:
