@@ -70,7 +70,7 @@ def connect(option: str, address: str | None = None, *, shows_logs: bool = True)
         handler = signal.getsignal(signal.SIGTERM)
         try:
             ray.init(address=address, log_to_driver=shows_logs)
-        except (OSError, RuntimeError, ValueError) as error:
+        except Exception as error:  # Ray raises it bare, too
             raise ValueError(f"{option}: Ray does not start: {error}") from error
         finally:
             if is_main:  # Ray sets its own, by which this process would end
