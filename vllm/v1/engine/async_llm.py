@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import threading
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, get_args
@@ -33,12 +33,11 @@ from vllm.v1.engine.core_messages import (
     FreezeRequests,
     ResetPrefixCache,
     ThawRequests,
-    WorkerCall,
 )
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.input_processor import ProcessedInput
 from vllm.v1.engine.request_stream import RequestStream, UndeliveredFiles
-from vllm.v1.engine.worker_calls import AsyncWorkerCalls, PauseMode, PendingCalls, pickled
+from vllm.v1.engine.worker_calls import AsyncWorkerCalls, PauseMode, PendingCalls
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -301,31 +300,16 @@ class AsyncLLM(AsyncExtraction, AsyncWorkerCalls):
         self._background.add(task)
         task.add_done_callback(self._background.discard)
 
-    async def collective_rpc(
-        self,
-        method: str | Callable[..., Any],
-        timeout: float | None = None,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> list[Any]:
-        """Do what :meth:`vllm.LLM.collective_rpc` does; a function is one of an importable module.
+    async def _call_workers(self, call: bytes) -> list[Any]:
+        return await self._call(lambda number: CallWorkers(number, call))
 
-        TimeoutError: there was no answer in ``timeout`` seconds; the call goes on. ValueError: the
-        worker raised it, or the call cannot be sent to another process.
-        """
-        call = pickled(WorkerCall(method, args, kwargs or {}))
-        return await self._call(lambda number: CallWorkers(number, call), timeout)
-
-    async def _call(
-        self, command: Callable[[int], AnsweredCommand], timeout: float | None = None
-    ) -> list[Any]:
+    async def _call(self, command: Callable[[int], AnsweredCommand]) -> list[Any]:
         """Send a command that has an answer, and wait for that."""
         await self.start()
         with self._calls.begin() as (number, answer):
             assert self._client is not None
             await self._client.send(command(number))
-            async with asyncio.timeout(timeout):
-                return await answer
+            return await answer
 
     @asynccontextmanager
     async def paused(self, mode: PauseMode = "wait") -> AsyncGenerator[None, None]:
