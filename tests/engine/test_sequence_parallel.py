@@ -46,8 +46,12 @@ NORMED = ["blocks.0.attn.hook_out", "blocks.1.hook_attn_out", "blocks.1.hook_mlp
         at_night("llama", {}, {"dtype": "bfloat16"}, ALL_HOOKS),
         at_night("llama", {"num_key_value_heads": 1}, {"decode_context_parallel_size": 2}, HOOKS),
         at_night("gemma3", {}, STAGES, NORMED),
-        at_night("openai_gpt", {}, {}, ["blocks.0.hook_resid_mid", "blocks.1.attn.hook_z"]),
-        at_night("cohere", {}, {}, ["blocks.0.hook_attn_out", "blocks.1.hook_mlp_out"]),
+        at_night(
+            "openai_gpt", {"n_embd": 72}, {}, ["blocks.0.hook_resid_mid", "blocks.1.attn.hook_z"]
+        ),
+        at_night(
+            "cohere", {"hidden_size": 72}, {}, ["blocks.0.hook_attn_out", "blocks.1.hook_mlp_out"]
+        ),
         at_night("qwen3_moe", {}, {"enable_expert_parallel": True}, ROUTED),
         at_night("qwen3_moe", {}, STAGES, ROUTED),
     ],

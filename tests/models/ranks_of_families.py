@@ -39,7 +39,7 @@ WAYS: Mapping[str, Mapping[str, Any]] = {
 }
 """Options of the engine that is compared with one process."""
 COMPARED_WITH = {"sequence": WAYS["tensor"]}
-"""Those of the engine that it is compared with instead."""
+"""Options of the engine with which that of some ways is compared instead."""
 SAME_BITS = ("stages", "sequence")
 REFUSALS = (
     "tensor_parallel_size=2",
