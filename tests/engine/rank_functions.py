@@ -10,18 +10,49 @@ from typing import Any
 import torch
 
 from vllm.distributed.parallel_state import (
+    GroupCoordinator,
     get_dcp_group,
     get_pp_group,
     get_tp_group,
     get_world_group,
 )
+from vllm.forward_context import current_shared_tokens
+from vllm.model_executor.layers import shared_tokens
 from vllm.model_executor.layers.attention import spread_attention
+from vllm.model_executor.models import decoder_block, decoder_loop, decoder_model
 from vllm.v1.worker import step_adapters
+
+_MAKE_SHARES: tuple[Any, Any] = (
+    shared_tokens.own_tokens,
+    GroupCoordinator.reduce_scatter_rows,
+)
 
 
 def poison(worker: Any) -> None:
     """Fill the pool of a rank with NaN."""
     worker.model_runner.pool.fill_(-1)
+
+
+def poison_padding(worker: Any, *, begins: bool = True) -> None:
+    """Fill rows of shared tokens that are behind the last token with NaN, until it ends."""
+
+    def poisoned(make: Any) -> Any:
+        def share(*args: torch.Tensor) -> torch.Tensor:
+            values, num_tokens = make(*args), current_shared_tokens()
+            if not num_tokens:
+                return values
+            values = values.clone()
+            values[max(0, num_tokens - get_tp_group().rank_in_group * len(values)) :] = math.nan
+            return values
+
+        return share
+
+    own_tokens, reduce = _MAKE_SHARES
+    if begins:
+        own_tokens, reduce = poisoned(own_tokens), poisoned(reduce)
+    for module in (decoder_block, decoder_loop, decoder_model):
+        vars(module)["own_tokens"] = own_tokens
+    GroupCoordinator.reduce_scatter_rows = reduce
 
 
 def pid(worker: Any) -> int:

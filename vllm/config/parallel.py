@@ -36,6 +36,9 @@ class ParallelConfig:
     tokens that a rank has of a block (block_size)."""
     enable_expert_parallel: Annotated[bool, Option(short_flag="-ep")] = False
     """Give each rank of tensor_parallel_size whole experts instead of a slice of each."""
+    enable_sequence_parallel: bool = False
+    """Let each rank of tensor_parallel_size compute norms and sums with the residual stream for
+    a share of a step's tokens instead of all of them; no bit changes."""
     distributed_executor_backend: Annotated[str | None, Option(supported=BACKENDS)] = None
     """Way of starting the workers: "uni", one in the engine's process; "mp", the first there and
     each of the others in its own; "external_launcher", one in each process that torchrun started,
@@ -88,6 +91,11 @@ class ParallelConfig:
         """The ranks of one stage that have the tokens of a sequence, if its layers spread them."""
         size = self.decode_context_parallel_size
         return TokenSpread(size, self.cp_kv_cache_interleave_size) if size > 1 else WHOLE
+
+    @property
+    def shares_tokens(self) -> bool:
+        """True if the ranks of a stage share the tokens between branches."""
+        return self.enable_sequence_parallel and self.tensor_parallel_size > 1
 
     def _take_offline_place(self) -> None:
         """Set the engine's number from the environment, if that has one."""

@@ -57,11 +57,8 @@ class GroupCoordinator:
         tensor = tensor.contiguous()
         result = torch.empty_like(tensor)
         flat = result.view(-1)
-        for place, (first, *others) in self._open.exchange(tensor):
-            total = first.to(torch.float32, copy=True)
-            for part in others:
-                total += part
-            flat[place] = total
+        for place, parts in self._open.exchange(tensor):
+            flat[place] = _sum_in_order(parts)
         return result
 
     def broadcast(self, tensor: torch.Tensor, src: int = 0) -> torch.Tensor:
@@ -101,7 +98,30 @@ class GroupCoordinator:
         for place, parts in self._open.exchange(tensor):
             for rank, part in enumerate(parts):
                 flat[rank, place] = part
-        return torch.cat(list(whole), dim)
+        return whole.flatten(0, 1) if dim == 0 else torch.cat(list(whole), dim)
+
+    def share_of_rows(self, num_rows: int) -> int:
+        """Return how many of so many rows a rank has at most if the ranks share them in order."""
+        return -(-num_rows // self.world_size)
+
+    def reduce_scatter_rows(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return this rank's share of the rows of ``tensor``'s sum, with the bits of
+        :meth:`all_reduce`; rows behind the last one are zero.
+
+        tensor: [rows, ...] -> [share_of_rows, ...]
+        """
+        if self.world_size == 1:
+            return tensor
+        tensor = tensor.contiguous()
+        result = tensor.new_zeros((self.share_of_rows(len(tensor)), *tensor.shape[1:]))
+        flat = result.view(-1)
+        start = self.rank_in_group * len(flat)
+        for place, parts in self._open.exchange(tensor):
+            first, last = max(start, place.start), min(start + len(flat), place.stop)
+            if first < last:
+                here = slice(first - place.start, last - place.start)
+                flat[first - start : last - start] = _sum_in_order([part[here] for part in parts])
+        return result
 
     def all_to_all(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return what each rank has for this one: [ranks, ...], by the rank that gives it.
@@ -137,6 +157,13 @@ class GroupCoordinator:
     def _open(self) -> Communicator:
         assert self.communicator is not None, "this process takes no part in the group"
         return self.communicator
+
+
+def _sum_in_order(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    total = parts[0].to(torch.float32, copy=True)
+    for part in parts[1:]:
+        total += part
+    return total
 
 
 ALONE = GroupCoordinator(rank_in_group=0, world_size=1)

@@ -41,6 +41,7 @@ from vllm.model_executor.models.interfaces import (
     KnowsHeadInput,
     MayLackHead,
     MayNotBeSteered,
+    check_shares_tokens,
     check_takes_embeds,
     supports_eagle3,
     supports_ranks,
@@ -167,6 +168,8 @@ class GPUModelRunner:
             self.vllm_config.parallel_config,
         )
         self._check_spread()
+        if parallel.shares_tokens:
+            check_shares_tokens(self.model)
         self.sampler = StepSampler(
             self.model.compute_logits,
             self.device,
@@ -488,6 +491,7 @@ class GPUModelRunner:
             capture = self.pipeline.kept.sink(batch)
         depth = scheduled.num_layers_to_run
         rotary = batch.rotary_positions
+        shares = self.vllm_config.parallel_config.shares_tokens
         return ForwardContext(
             metadata,
             capture,
@@ -496,7 +500,9 @@ class GPUModelRunner:
             steering_of(batch, self.device),
             None if rotary is None else to_device(rotary, self.device),
             adapter_rows(batch, self.device),
-            self.pipeline.kept.cut_hooks(batch),
+            self.pipeline.kept.gathered_hooks(batch),
+            batch.num_tokens if shares else 0,
+            self.pipeline.kept.boundaries(batch) if shares else frozenset(),
         )
 
     def _prepare_forward(self, batch: StepBatch, scheduled: SchedulerOutput) -> _Pass:

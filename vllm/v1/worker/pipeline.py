@@ -74,13 +74,13 @@ class KeptOfRequests:
         if speculative is not None:
             self._of_all[HIDDEN_STATES] = set(speculative.hidden_state_layer_ids)
         self._of_request: dict[str, dict[str, set[LayerId]]] = {}
-        self._cut_hooks: dict[str, set[str]] = {}
+        self._gathered_hooks: dict[str, set[str]] = {}
 
     def update(self, scheduled: SchedulerOutput, points: Callable[[], HookPoints]) -> None:
         """Take in which requests begin and end."""
         for req_id in scheduled.finished_req_ids:
             self._of_request.pop(req_id, None)
-            self._cut_hooks.pop(req_id, None)
+            self._gathered_hooks.pop(req_id, None)
         for new in scheduled.scheduled_new_reqs:
             spec = new.extraction
             if spec is None:
@@ -93,16 +93,22 @@ class KeptOfRequests:
                     kept[HIDDEN_STATES].add(point.depth)
                 else:
                     kept[HOOKS].add(point.names[0])
-                if point.is_cut:
-                    self._cut_hooks.setdefault(new.req_id, set()).add(point.names[0])
+                if point.is_gathered:
+                    self._gathered_hooks.setdefault(new.req_id, set()).add(point.names[0])
             self._of_request[new.req_id] = kept
 
-    def cut_hooks(self, batch: StepBatch) -> frozenset[str]:
-        """Return the hook points of a step's requests whose values the ranks have in parts."""
-        if not self._cut_hooks:
+    def gathered_hooks(self, batch: StepBatch) -> frozenset[str]:
+        """Return the hook points of a step's requests whose values the ranks may have in parts."""
+        if not self._gathered_hooks:
             return frozenset()
-        found = (self._cut_hooks.get(state.req_id, ()) for state in batch.states)
+        found = (self._gathered_hooks.get(state.req_id, ()) for state in batch.states)
         return frozenset().union(*found)
+
+    def boundaries(self, batch: StepBatch) -> frozenset[LayerId]:
+        """Return the boundaries whose stream a step's requests keep."""
+        always = self._of_all.get(HIDDEN_STATES, set())
+        kept = (self._of_request.get(state.req_id, {}) for state in batch.states)
+        return frozenset(always).union(*(one.get(HIDDEN_STATES, ()) for one in kept))
 
     def sink(self, batch: StepBatch) -> RelaySink | None:
         """Return the sink of a step's pass; None: nothing is kept."""
