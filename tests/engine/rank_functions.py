@@ -19,6 +19,7 @@ from vllm.distributed.parallel_state import (
 from vllm.forward_context import current_shared_tokens
 from vllm.model_executor.layers import shared_tokens
 from vllm.model_executor.layers.attention import spread_attention
+from vllm.model_executor.layers.fused_moe import Experts
 from vllm.model_executor.models import decoder_block, decoder_loop, decoder_model
 from vllm.v1.worker import step_adapters
 
@@ -123,6 +124,24 @@ def fail_in_next_pass(
         raise error("planted")
 
     handle = layer.register_forward_pre_hook(fail)
+
+
+def fail_on_engine(worker: Any, engine: int, rank_in_engine: int = 0) -> None:
+    """Let one rank of one engine raise in its next pass."""
+    if worker.vllm_config.parallel_config.data_parallel_rank == engine:
+        fail_in_next_pass(worker, rank_in_engine)
+
+
+def own_experts(worker: Any) -> int:
+    """Return how many experts of a layer a rank has."""
+    mixtures = (m for m in worker.model_runner.model.modules() if isinstance(m, Experts))
+    return len(next(mixtures).own)
+
+
+def break_weights(worker: Any, engine: int) -> None:
+    """Leave the weights of one engine half written."""
+    if worker.vllm_config.parallel_config.data_parallel_rank == engine:
+        worker._weights.problem = "planted"
 
 
 def hang_in_next_pass(worker: Any, hanging_rank: int) -> None:

@@ -87,6 +87,7 @@ def test_every_field_of_the_configs_is_an_option() -> None:
         "machine_rank",
         "ranks_on_machine",
         "is_offline_engine",
+        "engine_files",
     }
     for config_class in (ModelConfig, *CONFIGS):
         names = {f.name for f in fields(config_class) if f.init} - derived

@@ -123,10 +123,7 @@ def _check_ranks(config: VllmConfig) -> None:
     """Refuse options that do not work for several ranks."""
     parallel, transfer = config.parallel_config, config.connector_config
     if parallel.enable_expert_parallel and parallel.data_parallel_size > 1:
-        raise ValueError(
-            f"enable_expert_parallel with data_parallel_size={parallel.data_parallel_size}: "
-            "engines side by side share no experts; use tensor_parallel_size, or leave one out"
-        )
+        _check_shared_experts(parallel)
     if parallel.prefill_context_parallel_size > 1:
         raise ValueError(
             f"prefill_context_parallel_size={parallel.prefill_context_parallel_size} is not "
@@ -152,6 +149,22 @@ def _check_ranks(config: VllmConfig) -> None:
         used = [(name, value) for name in options if (value := getattr(parallel, name)) > 1]
         asked = ", ".join(f"{name}={value}" for name, value in used)
         raise ValueError(f"{asked} with {reason}; use {' and '.join(f'{n}=1' for n, _ in used)}")
+
+
+def _check_shared_experts(parallel: ParallelConfig) -> None:
+    """Refuse what engines that share experts cannot do."""
+    asked = f"enable_expert_parallel with data_parallel_size={parallel.data_parallel_size}"
+    if parallel.is_offline_engine:
+        raise ValueError(
+            f"{asked}: engines that a program makes (VLLM_DP_SIZE) share no experts; use AsyncLLM "
+            "or vllm serve, tensor_parallel_size, or leave one out"
+        )
+    if parallel.pipeline_parallel_size > 1:
+        raise ValueError(
+            f"{asked} and pipeline_parallel_size={parallel.pipeline_parallel_size}: stages of "
+            "several engines share no experts; use pipeline_parallel_size=1, or leave "
+            "enable_expert_parallel out"
+        )
 
 
 def _check_cached_parts(parallel: ParallelConfig, transfer: KVTransferConfig) -> None:

@@ -13,6 +13,7 @@ from vllm.utils.options import DERIVED, Option
 from vllm.utils.text import one_of
 from vllm.utils.token_spread import WHOLE, TokenSpread
 
+ALL2ALL_BACKENDS = ("allgather_reducescatter", "naive")
 BACKENDS = (None, "uni", "mp", "external_launcher")
 
 
@@ -35,7 +36,11 @@ class ParallelConfig:
     """Number of consecutive tokens on one rank of decode_context_parallel_size; it divides the
     tokens that a rank has of a block (block_size)."""
     enable_expert_parallel: Annotated[bool, Option(short_flag="-ep")] = False
-    """Give each rank of tensor_parallel_size whole experts instead of a slice of each."""
+    """Give each rank whole experts instead of a slice of each: some of those of its engine's
+    tensor_parallel_size ranks or, with data_parallel_size, of those of all engines."""
+    all2all_backend: Annotated[str, Option(supported=ALL2ALL_BACKENDS)] = ALL2ALL_BACKENDS[0]
+    """Way in which tokens get to the experts of other engines: gather those of all engines and
+    return outputs. Both names mean this way."""
     enable_sequence_parallel: bool = False
     """Let each rank of tensor_parallel_size compute norms and sums with the residual stream for
     a share of a step's tokens instead of all of them; no bit changes."""
@@ -60,6 +65,8 @@ class ParallelConfig:
     """A class whose methods workers get, as "module.Class", for `collective_rpc`."""
     data_parallel_rank: Annotated[int, Field(ge=0), DERIVED] = 0
     """This engine's number among the ``data_parallel_size``."""
+    engine_files: Annotated[tuple[str, ...], DERIVED] = ()
+    """Paths of the memory by which engines reach each other's experts; empty: they share none."""
     rank: Annotated[int, Field(ge=0), DERIVED] = 0
     """This process's number among the ``world_size`` ranks of the engine."""
     machine_rank: Annotated[int | None, DERIVED] = None

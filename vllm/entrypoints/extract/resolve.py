@@ -82,6 +82,10 @@ class Resolved:
         refuse_unless(args.data_parallel_size >= 1, args, "data_parallel_size", "use at least 1")
         is_one = args.nnodes == 1 or args.data_parallel_size == 1
         refuse_unless(is_one, args, "nnodes", "with data_parallel_size=1 only")
+        shares_nothing = not args.enable_expert_parallel or args.data_parallel_size == 1
+        name = "enable_expert_parallel"
+        advice = "with data_parallel_size=1 only: processes with units of their own do not meet"
+        refuse_unless(shares_nothing, args, name, advice)
         is_ours = args.distributed_executor_backend != "external_launcher"
         name = "distributed_executor_backend"
         refuse_unless(is_ours, args, name, "each process would write the dataset; use 'mp'")

@@ -10,6 +10,7 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, get_args
 
+from vllm.distributed.engine_group import EngineFiles
 from vllm.distributed.kv_events import events_from_message
 from vllm.exceptions import Failure, FailureKind, NotReadyError
 from vllm.inputs import PromptType
@@ -67,7 +68,11 @@ class AsyncLLM(AsyncExtraction, AsyncWorkerCalls):
         handle: CoreHandle | None = None,
         num_renderer_threads: int = 2,
     ) -> None:
-        self._handles = self._start_cores(vllm_config, handle or CoreHandle())
+        parallel = vllm_config.parallel_config
+        self._engine_files: EngineFiles | None = None
+        if parallel.enable_expert_parallel and parallel.data_parallel_size > 1:
+            self._engine_files = EngineFiles()
+        self._handles = self._start_cores(vllm_config, handle or CoreHandle(), self._engine_files)
         super().__init__(vllm_config, num_renderer_threads)
         self.stats = EngineStats()
         self.started = CoreStarted()
@@ -90,7 +95,9 @@ class AsyncLLM(AsyncExtraction, AsyncWorkerCalls):
         self._calls = PendingCalls()
 
     @staticmethod
-    def _start_cores(vllm_config: VllmConfig, first: CoreHandle) -> list[CoreHandle]:
+    def _start_cores(
+        vllm_config: VllmConfig, first: CoreHandle, engine_files: EngineFiles | None
+    ) -> list[CoreHandle]:
         """Start one core for each rank of data parallelism, the first of which has been."""
         parallel = vllm_config.parallel_config
         if parallel.is_external:
@@ -109,7 +116,10 @@ class AsyncLLM(AsyncExtraction, AsyncWorkerCalls):
         handles = [first, *(CoreHandle() for _ in range(1, parallel.data_parallel_size))]
         for number, handle in enumerate(handles):
             config = copy.copy(vllm_config)
-            config.parallel_config = replace(parallel, data_parallel_rank=number)
+            paths = () if engine_files is None else engine_files.paths
+            config.parallel_config = replace(
+                parallel, data_parallel_rank=number, engine_files=paths
+            )
             handle.configure(config)
         return handles
 
@@ -147,7 +157,7 @@ class AsyncLLM(AsyncExtraction, AsyncWorkerCalls):
     def _make_client(self) -> AsyncCoreClient | CoreGroup:
         if len(self._handles) == 1:
             return AsyncCoreClient(self._handles[0], self._take_report, self._die)
-        return CoreGroup(self._handles, self._take_report, self._die)
+        return CoreGroup(self._handles, self._take_report, self._die, self._engine_files)
 
     def _check_loop(self) -> None:
         """Raise RuntimeError if the engine was started in another event loop."""

@@ -2,16 +2,18 @@
 
 Each core is a whole engine in its own process and serves its own requests. The group looks like one
 core: a request goes to the core with the fewest, everything else to all of them, and their reports
-are combined. When a core ends, its requests fail and the others go on.
+are combined. When a core ends, its requests fail and the others go on, unless they share experts.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import pickle
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
+from vllm.distributed.engine_group import EngineFiles
 from vllm.exceptions import Failure, FailureKind
 from vllm.logger import init_logger
 from vllm.v1.engine import EngineCoreOutput, FinishReason
@@ -26,6 +28,8 @@ from vllm.v1.engine.core_messages import (
     CoreStarted,
     EngineStats,
     FinishRequests,
+    Shutdown,
+    TakePart,
 )
 from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -40,8 +44,12 @@ class CoreGroup:
         handles: Sequence[CoreHandle],
         on_report: Callable[[CoreReport], None],
         on_death: Callable[[str], None],
+        engine_files: EngineFiles | None = None,
     ) -> None:
+        """engine_files: the memory of engines that may share experts."""
         self._on_report, self._on_death = on_report, on_death
+        self._engine_files = engine_files
+        self._background: set[asyncio.Task[None]] = set()
         self._clients = [
             AsyncCoreClient(handle, partial(self._take_report, i), partial(self._take_death, i))
             for i, handle in enumerate(handles)
@@ -66,6 +74,8 @@ class CoreGroup:
                 start.cancel()
             await asyncio.gather(*starts, return_exceptions=True)
             raise
+        if not started[0].shares_experts:
+            self._engine_files = None
         return CoreStarted(
             max_model_len=min(one.max_model_len for one in started),
             num_blocks=sum(one.num_blocks for one in started),
@@ -118,7 +128,22 @@ class CoreGroup:
         found = [(core, sorted(wanted & self._requests[core])) for core in self._alive]
         return [(core, its_ids) for core, its_ids in found if its_ids]
 
+    def _tell_others(self, core: int, command: CoreCommand) -> None:
+        """Hand a command to all other cores, without waiting."""
+
+        async def send(other: int) -> None:
+            with contextlib.suppress(EngineDeadError):
+                await self._clients[other].send(command)
+
+        for other in range(len(self._clients)):
+            if other != core:
+                task = asyncio.get_running_loop().create_task(send(other))
+                self._background.add(task)
+                task.add_done_callback(self._background.discard)
+
     def _take_report(self, core: int, report: CoreReport) -> None:
+        if report.wave:
+            self._tell_others(core, TakePart(report.wave))
         ended = {output.request_id for output in report.outputs if output.finished}
         self._requests[core] -= ended | report.rejected.keys()
         self._stats[core] = report.stats
@@ -151,6 +176,11 @@ class CoreGroup:
             return
         self._alive.remove(core)
         reason = f"engine {core} of {len(self._clients)}: {reason}"
+        if self._engine_files is not None and self._alive:
+            self._engine_files.end_group()
+            self._tell_others(core, Shutdown())
+            self._alive.clear()
+            reason += "; it had some of the experts of all engines"
         if not self._alive:
             self._on_death(reason)
             return

@@ -73,6 +73,13 @@ class ThawRequests(msgspec.Struct, tag="thaw"):
     number: int
 
 
+class TakePart(msgspec.Struct, tag="take_part"):
+    """Take part in the steps of the other engines that share experts, until none has work."""
+
+    wave: int
+    """Number of these steps without a pause; one that is over is meant by mistake."""
+
+
 class Shutdown(msgspec.Struct, tag="shutdown"):
     """Complete the files under way and end the process."""
 
@@ -80,7 +87,13 @@ class Shutdown(msgspec.Struct, tag="shutdown"):
 AnsweredCommand = CallWorkers | FreezeRequests | ThawRequests
 """A command that a :class:`CallAnswer` follows."""
 CoreCommand = (
-    AddRequest | AbortRequests | FinishRequests | ResetPrefixCache | AnsweredCommand | Shutdown
+    AddRequest
+    | AbortRequests
+    | FinishRequests
+    | ResetPrefixCache
+    | AnsweredCommand
+    | TakePart
+    | Shutdown
 )
 
 
@@ -126,6 +139,8 @@ class CoreReport(msgspec.Struct, kw_only=True):
     """Request id -> why the core did not take it."""
     answers: list[CallAnswer] = []
     stats: EngineStats
+    wave: int = 0
+    """Not 0: this engine begins these steps, in which the others have to take part."""
     kv_connector_stats: list[dict[str, Any]] = []
     """Stats of the connector in the step: ``data`` of its objects."""
     kv_cache_events: list[Any] = []
@@ -184,5 +199,7 @@ class CoreStarted(msgspec.Struct, kw_only=True):
     max_model_len: int = 0
     num_blocks: int = 0
     block_bytes: int = 0
+    shares_experts: bool = False
+    """True if the other engines have some of the experts."""
     pool_description: list[str] = []
     """Contents of the pool, as lines for a person."""

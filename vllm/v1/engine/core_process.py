@@ -46,6 +46,7 @@ from vllm.v1.engine.core_messages import (
     ReportEncoder,
     ResetPrefixCache,
     Shutdown,
+    TakePart,
     ThawRequests,
 )
 from vllm.v1.engine.detokenizer import Detokenizer
@@ -93,13 +94,30 @@ class CoreProcess:
             if rejected is None:
                 return
             if self.core.has_unfinished_requests():
+                self._begin_wave()
                 result = self.core.step()
                 self._end_at_stop_strings(result.outputs)
+            elif self._takes_part:
+                self.core.take_part()
+                if not (rejected or self._answers):
+                    continue
+                result = EngineCoreOutputs()
             elif rejected or self._answers:
                 result = EngineCoreOutputs()
             else:
                 continue
             self._report(result, rejected)
+
+    @property
+    def _takes_part(self) -> bool:
+        """True if other engines' steps need this one."""
+        return self.core.wave is not None and self.core.wave.is_on
+
+    def _begin_wave(self) -> None:
+        """Let the other engines that share experts know that this one has work."""
+        number = None if self.core.wave is None else self.core.wave.begin()
+        if number is not None:
+            self._report(EngineCoreOutputs(), {}, number)
 
     @cached_property
     def _tokenizer(self) -> TokenizerLike | None:
@@ -125,12 +143,15 @@ class CoreProcess:
             if stop is not None:
                 self.core.finish_requests({output.request_id: stop})
 
-    def _report(self, result: EngineCoreOutputs, rejected: dict[str, Failure]) -> None:
+    def _report(
+        self, result: EngineCoreOutputs, rejected: dict[str, Failure], wave: int = 0
+    ) -> None:
         report = CoreReport(
             outputs=result.outputs,
             rejected=rejected,
             answers=self._answers,
             stats=self.core.stats(),
+            wave=wave,
             kv_connector_stats=[
                 stats["data"] for stats in self._plain(result.kv_connector_stats) or []
             ],
@@ -155,7 +176,7 @@ class CoreProcess:
         Returns the requests that were refused and why; None: the command was to end.
         """
         rejected: dict[str, Failure] = {}
-        must_wait = not self.core.has_unfinished_requests()
+        must_wait = not (self.core.has_unfinished_requests() or self._takes_part)
         while True:
             try:
                 command = self.commands.get(block=must_wait, timeout=self._rest_after_seconds)
@@ -192,6 +213,9 @@ class CoreProcess:
             elif isinstance(command, ThawRequests):
                 self.core.thaw()
                 self._answers.append(CallAnswer(command.number, pickle.dumps([])))
+            elif isinstance(command, TakePart):
+                if self.core.wave is not None:
+                    self.core.wave.join(command.wave)
             else:
                 return None
 
@@ -234,6 +258,7 @@ def _start_core(settings: CoreSettings) -> tuple[EngineCore | None, CoreStarted]
         max_model_len=settings.vllm_config.model_config.max_model_len,
         num_blocks=plan.num_blocks,
         block_bytes=plan.block_bytes,
+        shares_experts=core.executor.shares_experts,
         pool_description=describe(plan),
     )
 

@@ -31,6 +31,7 @@ import zmq
 
 from vllm.config.connectors import REGISTERED
 from vllm.distributed.communicators import GroupClosedError
+from vllm.distributed.engine_group import get_engine_group
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.rank_share import is_on_all_ranks
 from vllm.distributed.parallel_state import ALONE, use_groups
@@ -105,7 +106,9 @@ class MultiprocExecutor(UniProcExecutor):
         self._num_calls = self._num_groups = 0
         self._others: list[RankClient] = []
         self._nodes: Nodes | None = None
-        self._death, self._is_ending = threading.Lock(), False
+        self._is_ending = False
+        if (engines := get_engine_group()) is not None:
+            engines.is_engine_alive = self._are_others_alive
         try:
             self._start_others()
             self._meet()
@@ -215,6 +218,10 @@ class MultiprocExecutor(UniProcExecutor):
         for read in step.outcome.parts:
             read(output)
 
+    def take_part(self) -> None:
+        with self._together("take_part"):
+            super().take_part()
+
     def groups(self) -> AbstractContextManager[None]:
         return use_groups(self._group, self._links)
 
@@ -300,7 +307,7 @@ class MultiprocExecutor(UniProcExecutor):
             for other in self._others:
                 other.call(message)
         except RankDiedError as death:
-            self._die(death)
+            self.die(str(death))
             raise FailureError(Failure(FailureKind.ENGINE_DEAD, str(death))) from death
         return self._num_calls
 
@@ -346,7 +353,7 @@ class MultiprocExecutor(UniProcExecutor):
             try:
                 answers = self._meet(number)
             except RankDiedError as death:
-                self._die(death)
+                self.die(str(death))
                 raise FailureError(Failure(FailureKind.ENGINE_DEAD, str(death))) from error
             if isinstance(error, GroupClosedError):  # the others have the reason
                 self._raise_first_failure(answers)
@@ -370,7 +377,7 @@ class MultiprocExecutor(UniProcExecutor):
         joined = self._call("join", self._num_groups)
         try:  # before the answers, because over TCP they come when all are there
             self._group, self._links = self._connections.join(
-                self._num_groups, lambda: all(other.ending is None for other in self._others)
+                self._num_groups, self._are_others_alive
             )
         except GroupClosedError as late:
             raise RankDiedError(str(late)) from late
@@ -378,20 +385,14 @@ class MultiprocExecutor(UniProcExecutor):
             other.answer(joined, self._others)
         return answers
 
+    def _are_others_alive(self) -> bool:
+        return all(other.ending is None for other in self._others)
+
     def _watch(self, other: RankClient) -> None:
         """Take in the end of a process also while nothing is computed."""
         other.wait_for_end()
         if not self._is_ending:
-            self._die(RankDiedError(other.ending))
-
-    def _die(self, death: RankDiedError) -> None:
-        with self._death:
-            if self.dead_because is not None:
-                return
-            self.dead_because = str(death)
-        logger.error("the engine cannot go on: %s", death)
-        if self.on_death is not None:
-            self.on_death()
+            self.die(str(other.ending))
 
     def _end_others(self) -> None:
         self._is_ending = True

@@ -34,6 +34,7 @@ from vllm.v1.executor.rank_messages import (
     RankSettings,
     failed_answer,
 )
+from vllm.v1.executor.rank_wiring import join_engines
 from vllm.v1.executor.uniproc_executor import call_worker, worker_class
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import KVConnectorOutput
@@ -54,6 +55,7 @@ class Rank:
         self._config = settings.vllm_config
         self._rank = self._config.parallel_config.rank
         self._connections = settings.wiring.open(self._config.parallel_config)
+        join_engines(self._config.parallel_config)
         self._group, self._links = ALONE, NO_LINKS
         self._has_left = False
         """True after a failure, until there is a new group."""
@@ -125,6 +127,9 @@ class Rank:
         pending = runner.execute_model(scheduled)
         self._note(pending.output.kv_connector_output)
         pending.result()
+
+    def take_part(self) -> None:
+        self.worker.model_runner.take_part()
 
     def _note(self, report: KVConnectorOutput | None) -> None:
         if report is not None:

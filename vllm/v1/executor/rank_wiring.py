@@ -12,6 +12,7 @@ from vllm.distributed.communicators import (
     SharedMemory,
     SharedMemoryCommunicator,
 )
+from vllm.distributed.engine_group import EngineGroup, use_engine_group
 from vllm.distributed.parallel_state import GroupCoordinator
 from vllm.distributed.pipeline_links import Link, PipelineLinks
 
@@ -105,3 +106,19 @@ class Connections:
             return SharedMemoryCommunicator(memory, end, generation, seconds, are_others_alive)
 
         return connect(self._parallel, make)
+
+
+def join_engines(parallel: ParallelConfig) -> None:
+    """Make this process a rank of the engines that share experts, if they do. ValueError: there is
+    not enough memory."""
+    group: EngineGroup | None = None
+    if parallel.engine_files:
+        group = EngineGroup(
+            parallel.engine_files,
+            parallel.data_parallel_rank,
+            parallel.data_parallel_size,
+            parallel.rank,
+            parallel.world_size,
+            parallel.distributed_timeout_seconds,
+        )
+    use_engine_group(group)
