@@ -135,7 +135,7 @@ def _check_ranks(config: VllmConfig) -> None:
         )
     _check_external(config)
     size, device = parallel.world_size, config.device_config.device_type
-    if parallel.data_parallel_size > 1 and device != "cpu":
+    if len(parallel.engines_served) > 1 and device != "cpu":
         raise ValueError(
             f"data_parallel_size={parallel.data_parallel_size} with device={device!r}: engines "
             "side by side run on CPUs only; start one server for each device, or use vllm extract"

@@ -15,7 +15,7 @@ from functools import partial
 from vllm.exceptions import Failure, FailureKind
 from vllm.logger import init_logger
 from vllm.v1.engine import EngineCoreOutput, FinishReason
-from vllm.v1.engine.core_client import AsyncCoreClient, CoreHandle
+from vllm.v1.engine.core_client import AnyCoreHandle, AsyncCoreClient
 from vllm.v1.engine.core_messages import (
     AbortRequests,
     AddRequest,
@@ -37,11 +37,12 @@ class CoreGroup:
 
     def __init__(
         self,
-        handles: Sequence[CoreHandle],
+        names: Sequence[str],
+        handles: Sequence[AnyCoreHandle],
         on_report: Callable[[CoreReport], None],
         on_death: Callable[[str], None],
     ) -> None:
-        self._on_report, self._on_death = on_report, on_death
+        self._names, self._on_report, self._on_death = names, on_report, on_death
         self._clients = [
             AsyncCoreClient(handle, partial(self._take_report, i), partial(self._take_death, i))
             for i, handle in enumerate(handles)
@@ -150,7 +151,7 @@ class CoreGroup:
         if core not in self._alive:
             return
         self._alive.remove(core)
-        reason = f"engine {core} of {len(self._clients)}: {reason}"
+        reason = f"{self._names[core]}: {reason}"
         if not self._alive:
             self._on_death(reason)
             return
