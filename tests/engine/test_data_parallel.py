@@ -92,7 +92,7 @@ def test_an_engine_that_ends_takes_only_its_requests(checkpoint: Checkpoint) -> 
             first, second = (handle.pid for handle in llm._handles)
             os.kill(first, signal.SIGSTOP)  # its requests stay under way
             found = llm.extract(PROMPTS, layers=[0, 3, "norm"], on_error="yield")
-            task = asyncio.create_task(_all(found))
+            task = asyncio.create_task(all_of(found))
             await asyncio.sleep(0.5)
             os.kill(first, signal.SIGKILL)
             results = await task
@@ -116,7 +116,7 @@ def test_an_engine_that_ends_takes_only_its_requests(checkpoint: Checkpoint) -> 
     asyncio.run(run())
 
 
-async def _all(samples: Any) -> list[Any]:
+async def all_of(samples: Any) -> list[Any]:
     return [one async for one in samples]
 
 

@@ -132,7 +132,7 @@ def _check_ranks(config: VllmConfig) -> None:
         )
     _check_external(config)
     size, device = parallel.world_size, config.device_config.device_type
-    if parallel.data_parallel_size > 1 and device != "cpu":
+    if len(parallel.engines_served) > 1 and device != "cpu":
         raise ValueError(
             f"data_parallel_size={parallel.data_parallel_size} with device={device!r}: engines "
             "side by side run on CPUs only; start one server for each device, or use vllm extract"
@@ -158,6 +158,14 @@ def _check_shared_experts(parallel: ParallelConfig) -> None:
         raise ValueError(
             f"{asked}: engines that a program makes (VLLM_DP_SIZE) share no experts; use AsyncLLM "
             "or vllm serve, tensor_parallel_size, or leave one out"
+        )
+    if len(parallel.engines_here) < parallel.data_parallel_size:
+        numbers = ", ".join(map(str, parallel.engines_here)) or "none"
+        raise ValueError(
+            f"{asked} and engines on other machines or behind other servers (here: {numbers}): "
+            "engines that share experts are on one machine, behind one server; leave "
+            "data_parallel_size_local, data_parallel_rank and data_parallel_hybrid_lb out, or "
+            "enable_expert_parallel"
         )
     if parallel.pipeline_parallel_size > 1:
         raise ValueError(

@@ -27,6 +27,27 @@ class ParallelConfig:
     """Number of stages, each with a part of the layers, in one or more processes (on CPUs)."""
     data_parallel_size: Annotated[int, Field(ge=1), Option(short_flag="-dp")] = 1
     """Number of engines that serve side by side, each a process (on CPUs)."""
+    data_parallel_size_local: Annotated[int | None, Field(ge=0), Option(short_flag="-dpl")] = None
+    """Number of them on this machine; the others are those of `vllm serve --headless` on other
+    machines. 0: only the front end is here. Default: all."""
+    data_parallel_start_rank: Annotated[int, Field(ge=0), Option(short_flag="-dpr")] = 0
+    """Number of this machine's first engine, with `--headless` or data_parallel_hybrid_lb."""
+    data_parallel_address: Annotated[str, Option(short_flag="-dpa")] = "127.0.0.1"
+    """Address of the front end in a private network, for engines on other machines."""
+    data_parallel_rpc_port: Annotated[int, Field(ge=1, le=65535), Option(short_flag="-dpp")] = 29550
+    """Port at which it waits for them; they use further ports, which are free."""
+    external_rank: Annotated[
+        int | None, Field(ge=0), Option(name="data_parallel_rank", short_flag="-dpn")
+    ] = None
+    """Number of this server's only engine; the others have servers of their own, and somebody else
+    shares the requests out. Sets data_parallel_external_lb."""
+    data_parallel_external_lb: Annotated[bool, Option(short_flag="-dpe")] = False
+    """Serve one of the engines, data_parallel_rank, here."""
+    data_parallel_hybrid_lb: Annotated[bool, Option(short_flag="-dph")] = False
+    """Serve this machine's engines alone here: data_parallel_size_local from
+    data_parallel_start_rank on. Other machines have servers of their own."""
+    data_parallel_backend: Annotated[str, Option(short_flag="-dpb", supported=("mp",))] = "mp"
+    """Way of starting the engines: "mp", by this package's own processes."""
     decode_context_parallel_size: Annotated[int, Field(ge=1), Option(short_flag="-dcp")] = 1
     """Number of the tensor_parallel_size ranks over which cached tokens are spread, instead of a
     copy on each; it divides the number of ranks that have the same key/value head."""
@@ -92,6 +113,8 @@ class ParallelConfig:
                 f"{ranks}; use {one_of(divisors(ranks))}"
             )
         self._check_nodes()
+        self._take_external_place()
+        self._check_engines()
 
     @property
     def token_spread(self) -> TokenSpread:
@@ -139,6 +162,54 @@ class ParallelConfig:
         if reason:
             raise ValueError(f"nnodes={self.nnodes}: {reason}")
 
+    def _take_external_place(self) -> None:
+        rank, size = self.external_rank, self.data_parallel_size
+        if rank is None:
+            if self.data_parallel_external_lb:
+                raise ValueError("data_parallel_external_lb needs data_parallel_rank")
+            return
+        if rank >= size:
+            raise ValueError(
+                f"data_parallel_rank={rank}: has to be below data_parallel_size={size}"
+            )
+        self.data_parallel_external_lb, self.data_parallel_rank = True, rank
+
+    def _check_engines(self) -> None:
+        """Refuse contradictions about the engines of this machine."""
+        size, local = self.data_parallel_size, self.data_parallel_size_local
+        start, ways = self.data_parallel_start_rank, ("external_lb", "hybrid_lb")
+        given = f"data_parallel_start_rank={start}, data_parallel_size_local={local}"
+        used = [f"data_parallel_{way}" for way in ways if getattr(self, f"data_parallel_{way}")]
+        problem = ""
+        if len(used) > 1:
+            problem = f"{' and '.join(used)}: use one of them"
+        elif self.data_parallel_external_lb and (start or local not in (None, 1)):
+            problem = f"{given} with data_parallel_rank, which is one engine; leave them out"
+        elif self.data_parallel_hybrid_lb and not local:
+            problem = f"data_parallel_hybrid_lb needs data_parallel_size_local; {given}"
+        elif start + (1 if local is None else local) > size:
+            problem = f"{given}: there are data_parallel_size={size} engines"
+        elif start and local is None:
+            problem = f"{given}: name the number of engines of this machine"
+        elif self.is_offline_engine and (used or start or local is not None):
+            problem = f"VLLM_DP_SIZE={size} with {', '.join(used) or given}: use one of them"
+        if problem:
+            raise ValueError(problem)
+
+    @property
+    def engines_here(self) -> range:
+        """Numbers of the engines on this machine."""
+        if self.data_parallel_external_lb:
+            return range(self.data_parallel_rank, self.data_parallel_rank + 1)
+        local, start = self.data_parallel_size_local, self.data_parallel_start_rank
+        return range(start, start + (self.data_parallel_size if local is None else local))
+
+    @property
+    def engines_served(self) -> range:
+        """Numbers of the engines of one front end, on this machine and on others."""
+        has_others = self.data_parallel_external_lb or self.data_parallel_hybrid_lb
+        return self.engines_here if has_others else range(self.data_parallel_size)
+
     def ranks_of_node(self, node: int) -> list[int]:
         """Return the ranks of a node. The first node has the last stages, and so the driver."""
         size, num_ranks = self.tensor_parallel_size, self.world_size // self.nnodes
@@ -169,11 +240,11 @@ class ParallelConfig:
         if self.nnodes > 1:
             own = self.ranks_of_node(self.node_rank)
             return own.index(self.rank), len(own)
-        engine = self.data_parallel_rank
+        engine = self.data_parallel_rank - self.engines_here.start
         if self.is_offline_engine and envs.VLLM_DP_RANK_LOCAL is not None:
             engine = envs.VLLM_DP_RANK_LOCAL
         rank = engine * self.world_size + self.rank
-        return rank, self.data_parallel_size * self.world_size
+        return rank, len(self.engines_here) * self.world_size
 
     @property
     def is_external(self) -> bool:

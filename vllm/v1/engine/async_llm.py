@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import threading
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, get_args
@@ -20,7 +20,7 @@ from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreOutput, FinishReason
 from vllm.v1.engine.async_extraction import AsyncExtraction
-from vllm.v1.engine.core_client import AsyncCoreClient, CoreHandle
+from vllm.v1.engine.core_client import AnyCoreHandle, AsyncCoreClient, CoreHandle
 from vllm.v1.engine.core_group import CoreGroup
 from vllm.v1.engine.core_messages import (
     AbortRequests,
@@ -73,7 +73,12 @@ class AsyncLLM(AsyncExtraction, AsyncWorkerCalls):
         if parallel.enable_expert_parallel and parallel.data_parallel_size > 1:
             self._engine_files = EngineFiles()
         self._handles = self._start_cores(vllm_config, handle or CoreHandle(), self._engine_files)
-        super().__init__(vllm_config, num_renderer_threads)
+        try:
+            super().__init__(vllm_config, num_renderer_threads)
+        except BaseException:
+            for started in self._handles:
+                started.end()
+            raise
         self.stats = EngineStats()
         self.started = CoreStarted()
         self.on_stats: list[Callable[[EngineStats], None]] = []
@@ -97,8 +102,9 @@ class AsyncLLM(AsyncExtraction, AsyncWorkerCalls):
     @staticmethod
     def _start_cores(
         vllm_config: VllmConfig, first: CoreHandle, engine_files: EngineFiles | None
-    ) -> list[CoreHandle]:
-        """Start one core for each rank of data parallelism, the first of which has been."""
+    ) -> Sequence[AnyCoreHandle]:
+        """Start one core for each engine of this machine, the first of which has been, and listen
+        for those of others."""
         parallel = vllm_config.parallel_config
         if parallel.is_external:
             raise ValueError(
@@ -110,18 +116,26 @@ class AsyncLLM(AsyncExtraction, AsyncWorkerCalls):
                 f"VLLM_DP_SIZE={parallel.data_parallel_size} is for programs that make an LLM in "
                 "each process; unset it, and use data_parallel_size"
             )
-        if parallel.data_parallel_size == 1:
-            first.configure(vllm_config)
-            return [first]
-        handles = [first, *(CoreHandle() for _ in range(1, parallel.data_parallel_size))]
-        for number, handle in enumerate(handles):
+        if parallel.engines_here.start and parallel.engines_served.start == 0:
+            raise ValueError(
+                f"data_parallel_start_rank={parallel.data_parallel_start_rank}: engine 0 and the "
+                "front end are on another machine; use headless, or data_parallel_hybrid_lb"
+            )
+        from vllm.v1.engine.core_nodes import remote_cores  # loads torch
+
+        remote = remote_cores(vllm_config)
+        here = [first, *(CoreHandle() for _ in parallel.engines_here[1:])]
+        if not parallel.engines_here:
+            first.end()
+            return remote
+        for number, handle in zip(parallel.engines_here, here, strict=True):
             config = copy.copy(vllm_config)
             paths = () if engine_files is None else engine_files.paths
             config.parallel_config = replace(
                 parallel, data_parallel_rank=number, engine_files=paths
             )
             handle.configure(config)
-        return handles
+        return [*here, *remote]
 
     @classmethod
     def from_engine_args(cls, engine_args: AsyncEngineArgs) -> AsyncLLM:
@@ -157,7 +171,10 @@ class AsyncLLM(AsyncExtraction, AsyncWorkerCalls):
     def _make_client(self) -> AsyncCoreClient | CoreGroup:
         if len(self._handles) == 1:
             return AsyncCoreClient(self._handles[0], self._take_report, self._die)
-        return CoreGroup(self._handles, self._take_report, self._die, self._engine_files)
+        parallel = self.vllm_config.parallel_config
+        size = parallel.data_parallel_size
+        names = [f"engine {number} of {size}" for number in parallel.engines_served]
+        return CoreGroup(names, self._handles, self._take_report, self._die, self._engine_files)
 
     def _check_loop(self) -> None:
         """Raise RuntimeError if the engine was started in another event loop."""
@@ -214,8 +231,11 @@ class AsyncLLM(AsyncExtraction, AsyncWorkerCalls):
 
     @property
     def core_pid(self) -> int:
-        """Process id of the engine core, of several the first."""
-        return self._handles[0].pid
+        """Process id of the engine core, of several the first. ValueError: none is here."""
+        for handle in self._handles:
+            if isinstance(handle, CoreHandle):
+                return handle.pid
+        raise ValueError("data_parallel_size_local=0: no engine core is on this machine")
 
     async def check_health(self) -> None:
         """Raise EngineDeadError if the core is gone."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import zmq
@@ -22,6 +23,8 @@ from vllm.v1.engine.core_messages import (
     CoreStarted,
     ReportDecoder,
     Shutdown,
+    command_address,
+    report_address,
 )
 from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -36,18 +39,44 @@ START_POLL_MILLISECONDS = 100
 STOP_POLL_SECONDS = 5.0
 
 
-class CoreHandle(ChildProcess):
-    """The process of an engine core, from its start to its end."""
+class AnyCoreHandle(ABC):
+    """The process of an engine core, on this machine or on another."""
+
+    @property
+    @abstractmethod
+    def is_alive(self) -> bool: ...
+
+    @abstractmethod
+    def wait_for_end(self) -> str:
+        """Wait until the process has ended; returns a sentence about how."""
+
+    @abstractmethod
+    def bind(self, commands: zmq.Socket[Any], reports: zmq.Socket[Any]) -> None:
+        """Bind the front end's sockets where the process will find them."""
+
+    @abstractmethod
+    async def begin(self) -> None:
+        """Let the process begin, if it has not. ValueError: it is not there."""
+
+    @abstractmethod
+    def make_stop_watch(self) -> StopWatch | None:
+        """Return what notices that a signal has stopped the process; None: nothing can."""
+
+    @abstractmethod
+    def end(self, grace_seconds: float = 0.0) -> None:
+        """Give the process ``grace_seconds`` to end, then kill it."""
+
+
+class CoreHandle(ChildProcess, AnyCoreHandle):
+    """The process of an engine core of this machine, from its start to its end."""
 
     def __init__(self) -> None:
         """Start the process; it loads its modules while the caller makes the config.
 
         ValueError: there is no writable folder for temporary files.
         """
-        folder = private_folder("vllm-core-")
-        self.command_address = f"ipc://{folder}/commands"
-        self.report_address = f"ipc://{folder}/reports"
-        super().__init__("vllm.v1.engine.core_process", folder)
+        self._folder = private_folder("vllm-core-")
+        super().__init__("vllm.v1.engine.core_process", self._folder)
 
     def configure(self, vllm_config: VllmConfig) -> None:
         """Hand the config over. EngineDeadError: the process is gone."""
@@ -60,14 +89,25 @@ class CoreHandle(ChildProcess):
             vllm_config=vllm_config,
             models=ModelRegistry.snapshot(),
             connectors=dict(REGISTERED),
-            command_address=self.command_address,
-            report_address=self.report_address,
             log_format=log_format(),
         )
         try:
             self.send(settings)
         except BrokenPipeError:
             raise EngineDeadError("the engine core's process ended before it started") from None
+
+    def wait_for_end(self) -> str:
+        return f"the engine core's process ended with status {self.wait()}"
+
+    def bind(self, commands: zmq.Socket[Any], reports: zmq.Socket[Any]) -> None:
+        commands.bind(command_address(self._folder))
+        reports.bind(report_address(self._folder))
+
+    async def begin(self) -> None:
+        """Do nothing: it begins when it gets its config."""
+
+    def make_stop_watch(self) -> StopWatch:
+        return StopWatch("the engine core", self.pid)
 
 
 class AsyncCoreClient:
@@ -79,7 +119,7 @@ class AsyncCoreClient:
 
     def __init__(
         self,
-        handle: CoreHandle,
+        handle: AnyCoreHandle,
         on_report: Callable[[CoreReport], None],
         on_death: Callable[[str], None],
     ) -> None:
@@ -88,9 +128,8 @@ class AsyncCoreClient:
         self._on_death = on_death
         self._context: zmq.asyncio.Context = zmq.asyncio.Context()
         self._commands = self._context.socket(zmq.PUSH)
-        self._commands.bind(handle.command_address)
         self._reports = self._context.socket(zmq.PULL)
-        self._reports.bind(handle.report_address)
+        handle.bind(self._commands, self._reports)
         self._encoder = msgspec.msgpack.Encoder()
         self._is_closing = False
         self._receiver: asyncio.Task[None] | None = None
@@ -104,11 +143,11 @@ class AsyncCoreClient:
         ValueError: the core refused the configuration. EngineDeadError: it could not start for
         another reason.
         """
+        await self._handle.begin()
         while not await self._reports.poll(START_POLL_MILLISECONDS):
             if not self._handle.is_alive:
                 raise EngineDeadError(
-                    f"the engine core's process ended with status {self._handle.wait()} before "
-                    "it was ready; its log says why"
+                    f"{self._handle.wait_for_end()} before it was ready; its log says why"
                 )
         started = msgspec.msgpack.decode(await self._reports.recv(), type=CoreStarted)
         if started.failure is not None:
@@ -142,15 +181,14 @@ class AsyncCoreClient:
             self._on_report(decoder.decode(await self._reports.recv_multipart()))
 
     async def _watch_for_stops(self) -> None:
-        watch = StopWatch("the engine core", self._handle.pid)
-        while self._handle.is_alive:
+        watch = self._handle.make_stop_watch()
+        while watch is not None and self._handle.is_alive:
             self.is_stopped = watch.check()
             await asyncio.sleep(STOP_POLL_SECONDS)
 
     def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
-        status = self._handle.wait()
+        message = self._handle.wait_for_end()
         if not self._is_closing:
-            message = f"the engine core's process ended with status {status}"
             with contextlib.suppress(RuntimeError):  # the loop has ended
                 loop.call_soon_threadsafe(self._die, message)
 

@@ -17,7 +17,7 @@ from vllm.distributed.engine_group import EngineFiles
 from vllm.exceptions import Failure, FailureKind
 from vllm.logger import init_logger
 from vllm.v1.engine import EngineCoreOutput, FinishReason
-from vllm.v1.engine.core_client import AsyncCoreClient, CoreHandle
+from vllm.v1.engine.core_client import AnyCoreHandle, AsyncCoreClient
 from vllm.v1.engine.core_messages import (
     AbortRequests,
     AddRequest,
@@ -41,13 +41,14 @@ class CoreGroup:
 
     def __init__(
         self,
-        handles: Sequence[CoreHandle],
+        names: Sequence[str],
+        handles: Sequence[AnyCoreHandle],
         on_report: Callable[[CoreReport], None],
         on_death: Callable[[str], None],
         engine_files: EngineFiles | None = None,
     ) -> None:
         """engine_files: the memory of engines that may share experts."""
-        self._on_report, self._on_death = on_report, on_death
+        self._names, self._on_report, self._on_death = names, on_report, on_death
         self._engine_files = engine_files
         self._background: set[asyncio.Task[None]] = set()
         self._clients = [
@@ -175,7 +176,7 @@ class CoreGroup:
         if core not in self._alive:
             return
         self._alive.remove(core)
-        reason = f"engine {core} of {len(self._clients)}: {reason}"
+        reason = f"{self._names[core]}: {reason}"
         if self._engine_files is not None and self._alive:
             self._engine_files.end_group()
             self._tell_others(core, Shutdown())

@@ -18,6 +18,16 @@ if TYPE_CHECKING:  # the server starts the core before it loads torch itself
     import torch
 
 
+def command_address(folder: str) -> str:
+    """Address of the core's commands, in a folder of this machine."""
+    return f"ipc://{folder}/commands"
+
+
+def report_address(folder: str) -> str:
+    """Address of its reports there."""
+    return f"ipc://{folder}/reports"
+
+
 class AddRequest(msgspec.Struct, tag="add"):
     """Queue a request."""
 

@@ -1,7 +1,7 @@
 """The engine core in its own process: ``python -m vllm.v1.engine.core_process FOLDER``.
 
 The parent sends one :class:`CoreSettings` (``vllm.utils.child_process``). Commands and reports
-travel over two zmq sockets in the folder, which only the user can enter.
+travel over two zmq sockets in the folder, which only the user can enter, or of another machine.
 """
 
 from __future__ import annotations
@@ -48,8 +48,11 @@ from vllm.v1.engine.core_messages import (
     Shutdown,
     TakePart,
     ThawRequests,
+    command_address,
+    report_address,
 )
 from vllm.v1.engine.detokenizer import Detokenizer
+from vllm.v1.executor.node_links import SocketPlace
 
 logger = init_logger(__name__)
 
@@ -66,9 +69,10 @@ class CoreSettings:
     """Architectures registered in the parent: name -> "module:Class"."""
     connectors: dict[str, Location]
     """Connectors that are known by name there."""
-    command_address: str
-    report_address: str
     log_format: LogFormat
+    commands: SocketPlace | None = None
+    reports: SocketPlace | None = None
+    """Sockets of a front end on another machine. None: those in the folder."""
 
 
 class CoreProcess:
@@ -234,10 +238,16 @@ class CoreProcess:
             return CallAnswer(command.number, failure=Failure(kind, text))
 
 
-def _receive_commands(address: str, context: zmq.Context[Any], process: CoreProcess) -> None:
+def _connect(socket: zmq.Socket[Any], local_address: str, place: SocketPlace | None) -> None:
+    if place is None:
+        socket.connect(local_address)
+    else:
+        place.connect(socket)
+
+
+def _receive_commands(socket: zmq.Socket[bytes], process: CoreProcess) -> None:
     decoder = msgspec.msgpack.Decoder(CoreCommand)
-    with context.socket(zmq.PULL) as socket, contextlib.suppress(zmq.ContextTerminated):
-        socket.connect(address)
+    with socket, contextlib.suppress(zmq.ContextTerminated):
         while True:
             process.commands.put(decoder.decode(socket.recv()))
 
@@ -271,16 +281,17 @@ def main() -> int:
     settings: CoreSettings = receive_settings(folder)
     set_log_format(settings.log_format)
     context: zmq.Context[Any] = zmq.Context()
-    reports = context.socket(zmq.PUSH)
-    reports.connect(settings.report_address)
+    reports, commands = context.socket(zmq.PUSH), context.socket(zmq.PULL)
+    _connect(reports, report_address(folder), settings.reports)
+    _connect(commands, command_address(folder), settings.commands)
     core, started = _start_core(settings)
     reports.send(msgspec.msgpack.encode(started))
     if core is None:
-        reports.close(linger=5000)
+        context.destroy(linger=5000)
         return 1
     settle_garbage_collector()
     process = CoreProcess(core, reports)
-    arguments = (settings.command_address, context, process)
+    arguments = (commands, process)
     threading.Thread(target=_receive_commands, args=arguments, name="commands", daemon=True).start()
     process.run()
     core.shutdown()

@@ -28,7 +28,6 @@ from vllm.utils.gc_utils import settle_garbage_collector
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine.core_messages import WorkerCall
 from vllm.v1.executor.rank_messages import (
-    CallsPlace,
     RankAnswer,
     RankCall,
     RankSettings,
@@ -148,15 +147,6 @@ class Rank:
         return call_worker(self.worker, call)
 
 
-def _connect(socket: zmq.Socket[bytes], folder: str, place: CallsPlace | None) -> None:
-    if place is None:
-        socket.connect(f"ipc://{folder}/calls")
-        return
-    socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
-    socket.curve_serverkey = place.key.encode()
-    socket.connect(place.url)
-
-
 def _encoded(answer: RankAnswer) -> bytes:
     try:
         return pickle.dumps(answer)
@@ -180,7 +170,10 @@ def main() -> int:
     settle_garbage_collector()
     context: zmq.Context[Any] = zmq.Context()
     with context.socket(zmq.PAIR) as socket:
-        _connect(socket, folder, settings.calls)
+        if settings.calls is None:
+            socket.connect(f"ipc://{folder}/calls")
+        else:
+            settings.calls.connect(socket)
         while True:
             call: RankCall | None = pickle.loads(socket.recv())
             if call is None:
