@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -42,6 +42,8 @@ _FEWEST_TOKENS = 1024
 _ROWS_OF_AN_EXPERT = 128
 """Rows of an expert that are computed at a time. More tokens need more memory, which is slow when
 it is new; fewer rows wait for the expert's weights (measured on a CPU)."""
+_PAIRS_OF_A_GROUP = 128
+"""Pairs that are gathered and activated together if they belong to several experts."""
 
 
 def tokens_at_once(num_experts: int, top_k: int) -> int:
@@ -359,7 +361,7 @@ class Experts(Layer):
         weights = [weight_of(each) for each in (self.gate_up_proj, self.down_proj)]
         is_adapted = any(each.is_adapted for each in weights) and current_adapters() is not None
         if not all(each.is_in_rows for each in weights):
-            self._run_one_by_one(x, rows, starts, out, tokens if is_adapted else None)
+            self._run_in_groups(x, rows, starts, out, tokens if is_adapted else None)
             return
         gate_up = x.new_empty((len(out), self.num_inputs * self.size))
         expert_linear(x, rows, starts, self.gate_up_proj, self.gate_up_proj_bias, gate_up)
@@ -396,7 +398,7 @@ class Experts(Layer):
                 with only_rows(tokens[begin:end]):
                     weight.adapt(own, out[begin:end], expert)
 
-    def _run_one_by_one(
+    def _run_in_groups(
         self,
         x: torch.Tensor,
         rows: torch.Tensor | None,
@@ -404,36 +406,64 @@ class Experts(Layer):
         out: torch.Tensor,
         tokens: torch.Tensor | None,
     ) -> None:
-        """Run one expert after another, so what lies between its products stays in the caches.
+        """Run a few pairs after others, so what lies between their products stays in the caches.
 
         tokens: None: no token of the pass has an adapter of an expert.
         """
-        bounds = list(pairwise(starts.tolist()))
-        most = max(end - begin for begin, end in bounds)
+        groups = _groups(starts.tolist())
+        most = max((group[-1].end - group[0].begin for group in groups), default=0)
         gathered = None if rows is None else x.new_empty((most, self.hidden_size))
         wide = x.new_empty((most, self.num_inputs * self.size))
-        for expert, (begin, end) in enumerate(bounds):
-            count = end - begin
-            if not count:
-                continue
-            own = x[begin:end]
+        for group in groups:
+            begin, end = group[0].begin, group[-1].end
+            own, inner = x[begin:end], wide[: end - begin]
             if rows is not None and gathered is not None:
-                own = torch.index_select(x, 0, rows[begin:end], out=gathered[:count])
+                own = torch.index_select(x, 0, rows[begin:end], out=gathered[: end - begin])
+            there = None if tokens is None else tokens[begin:end]
+            self._multiply(self.gate_up_proj, self.gate_up_proj_bias, group, own, inner, there)
+            inner = self.activation(inner)
+            own_out = out[begin:end]
+            self._multiply(self.down_proj, self.down_proj_bias, group, inner, own_out, there)
+
+    @staticmethod
+    def _multiply(
+        parameter: nn.Parameter,
+        biases: torch.Tensor | None,
+        group: Sequence[_Pairs],
+        x: torch.Tensor,
+        out: torch.Tensor,
+        tokens: torch.Tensor | None,
+    ) -> None:
+        """Write the products of a group's experts with one weight. x, out, tokens: the group's."""
+        weight, start = weight_of(parameter), group[0].begin
+        for expert, begin, end in group:
+            own = slice(begin - start, end - start)
+            bias = None if biases is None else biases[expert]
             if tokens is None:
-                self._run(expert, own, wide[:count], out[begin:end])
+                weight.multiply_into(x[own], bias, out[own], expert)
                 continue
-            with only_rows(tokens[begin:end]):
-                self._run(expert, own, wide[:count], out[begin:end])
-
-    def _run(self, expert: int, x: torch.Tensor, inner: torch.Tensor, out: torch.Tensor) -> None:
-        bias = _of(self.gate_up_proj_bias, expert)
-        weight_of(self.gate_up_proj).multiply_into(x, bias, inner, expert)
-        bias = _of(self.down_proj_bias, expert)
-        weight_of(self.down_proj).multiply_into(self.activation(inner), bias, out, expert)
+            with only_rows(tokens[own]):
+                weight.multiply_into(x[own], bias, out[own], expert)
 
 
-def _of(biases: torch.Tensor | None, expert: int) -> torch.Tensor | None:
-    return None if biases is None else biases[expert]
+class _Pairs(NamedTuple):
+    """The pairs ``begin`` to ``end - 1``, which are those of one expert."""
+
+    expert: int
+    begin: int
+    end: int
+
+
+def _groups(starts: list[int]) -> list[list[_Pairs]]:
+    """Divide the experts that have pairs: as many in a row as have few pairs together."""
+    groups: list[list[_Pairs]] = []
+    for expert, (begin, end) in enumerate(pairwise(starts)):
+        if begin == end:
+            continue
+        if not groups or end - groups[-1][0].begin > _PAIRS_OF_A_GROUP:
+            groups.append([])
+        groups[-1].append(_Pairs(expert, begin, end))
+    return groups
 
 
 class RoutedLayer(Layer):
