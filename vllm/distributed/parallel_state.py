@@ -18,6 +18,7 @@ import torch
 
 from vllm.distributed.communicators import Communicator, GroupClosedError, PartOfGroup
 from vllm.distributed.pipeline_links import NO_LINKS, PipelineLinks
+from vllm.utils import pickling
 
 T = TypeVar("T")
 
@@ -76,7 +77,7 @@ class GroupCoordinator:
         """Return rank ``src``'s object, which has to be picklable."""
         if self.world_size == 1:
             return value
-        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        data = torch.frombuffer(bytearray(pickling.dumps(value)), dtype=torch.uint8)
         length = int(self.broadcast(torch.tensor([len(data)]), src))
         if self.rank_in_group != src:
             data = torch.zeros(length, dtype=torch.uint8)

@@ -16,6 +16,7 @@ from functools import partial
 from vllm.distributed.engine_group import EngineFiles
 from vllm.exceptions import Failure, FailureKind
 from vllm.logger import init_logger
+from vllm.utils import pickling
 from vllm.v1.engine import EngineCoreOutput, FinishReason
 from vllm.v1.engine.core_client import AnyCoreHandle, AsyncCoreClient
 from vllm.v1.engine.core_messages import (
@@ -212,4 +213,4 @@ def _combined(number: int, answers: Sequence[CallAnswer]) -> CallAnswer:
         if answer.failure is not None:
             return CallAnswer(number, failure=answer.failure)
     results = [result for answer in answers for result in pickle.loads(answer.results)]
-    return CallAnswer(number, pickle.dumps(results))
+    return CallAnswer(number, pickling.dumps(results))

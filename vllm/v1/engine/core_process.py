@@ -20,13 +20,15 @@ from typing import Any
 import msgspec
 import zmq
 
-# Imported before the settings arrive: the parent makes the config in the meantime.
 from vllm.config import VllmConfig
 from vllm.config.connectors import REGISTERED, Location
 from vllm.exceptions import Failure, FailureError, FailureKind, NotReadyError
 from vllm.logger import LogFormat, init_logger, set_log_format
 from vllm.model_classes import ModelRegistry
 from vllm.transformers_utils.tokenizer import TokenizerLike, load_tokenizer
+
+# Imported before the settings arrive: the parent makes the config in the meantime.
+from vllm.utils import pickling
 from vllm.utils.child_process import receive_settings
 from vllm.utils.gc_utils import settle_garbage_collector
 from vllm.utils.mem_utils import return_freed_memory
@@ -226,7 +228,7 @@ class CoreProcess:
     def _call_workers(self, command: CallWorkers) -> CallAnswer:
         try:
             results = self.core.collective_rpc(pickle.loads(command.call))
-            return CallAnswer(command.number, pickle.dumps(results))
+            return CallAnswer(command.number, pickling.dumps(results))
         except FailureError as error:
             return CallAnswer(command.number, failure=error.failure)
         except Exception as error:

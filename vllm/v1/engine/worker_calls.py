@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 from vllm.exceptions import FailureError, FailureKind
 from vllm.lora.request import LoRARequest, check_lora_request
+from vllm.utils import pickling
 from vllm.v1.engine.core_messages import CallAnswer, WorkerCall
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.front_end import EngineFrontEnd
@@ -288,7 +289,7 @@ class PendingCalls:
 def pickled(call: WorkerCall) -> bytes:
     """Return a call for another process. ValueError: it cannot be sent there."""
     try:
-        return pickle.dumps(call)
+        return pickling.dumps(call)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise ValueError(
             f"collective_rpc: the call cannot be sent to the engine's process ({error}); use a "

@@ -35,6 +35,7 @@ from vllm.distributed.parallel_state import ALONE, use_groups
 from vllm.distributed.pipeline_links import NO_LINKS
 from vllm.exceptions import Failure, FailureError, FailureKind
 from vllm.logger import init_logger
+from vllm.utils import pickling
 from vllm.utils.network_utils import get_ip
 from vllm.v1.core.kv_cache_utils import plan_layout
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -148,7 +149,7 @@ class ExternalLauncherExecutor(UniProcExecutor):
         def run() -> Any:
             (result,) = call_own(call)
             try:
-                pickle.dumps(result)
+                pickling.dumps(result)
             except (pickle.PicklingError, AttributeError, TypeError) as error:
                 raise ValueError(
                     f"collective_rpc: all ranks get the results of all, but this one cannot be "

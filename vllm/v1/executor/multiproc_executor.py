@@ -40,6 +40,7 @@ from vllm.exceptions import Failure, FailureError, FailureKind
 from vllm.logger import init_logger, log_format
 from vllm.model_classes import ModelRegistry
 from vllm.ops.ranks import meet_ranks
+from vllm.utils import pickling
 from vllm.utils.text import brief
 from vllm.v1.core.kv_cache_utils import plan_layout
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -295,7 +296,7 @@ class MultiprocExecutor(UniProcExecutor):
             raise FailureError(Failure(FailureKind.ENGINE_DEAD, self.dead_because))
         self._num_calls += 1
         try:
-            packed = pickle.dumps(args)
+            packed = pickling.dumps(args)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise ValueError(
                 f"{method}: other ranks cannot be told: {error}; pass what can be pickled, such as "

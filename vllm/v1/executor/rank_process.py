@@ -23,6 +23,7 @@ from vllm.exceptions import Failure, FailureKind
 from vllm.logger import init_logger, set_log_format
 from vllm.model_classes import ModelRegistry
 from vllm.plugins import load_general_plugins
+from vllm.utils import pickling
 from vllm.utils.child_process import receive_settings
 from vllm.utils.gc_utils import settle_garbage_collector
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -149,7 +150,7 @@ class Rank:
 
 def _encoded(answer: RankAnswer) -> bytes:
     try:
-        return pickle.dumps(answer)
+        return pickling.dumps(answer)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         text = f"the answer cannot be sent to the engine's process: {error}"
         failure = Failure(FailureKind.STEP_FAILED, text)
