@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 import psutil
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tests.engine import rank_functions
-from tests.engine.harness import engine, greedy
+from tests.engine.harness import engine, extraction_config, greedy
 from tests.engine.test_data_parallel import OPTIONS, PROMPTS, tokens
 from tests.grids import at_night
 from tests.models.adapters import write_adapter
@@ -368,6 +369,27 @@ def test_adapters(folder: Path, tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=r"changes experts, which .* data_parallel_size=2"):
             engines.runner.run(engines.llm.add_lora(whole))
         assert len(engines.extract(asked)) == len(asked)
+
+
+@pytest.mark.exhaustive
+def test_files_of_rows_while_steps_overlap(folder: Path, tmp_path: Path) -> None:
+    with engine(folder, **OPTIONS) as llm:
+        alone = list(llm.extract(PROMPTS, layers=[0, 3]))
+    files = extraction_config([0, 3], tmp_path)
+    with shared(folder, async_scheduling=True, max_num_batched_tokens=24, **files) as engines:
+
+        async def run(number: int) -> torch.Tensor:
+            found = engines.llm.generate(PROMPTS[number], greedy(1), f"file {number}")
+            output = [one async for one in found][-1]
+            path = Path(output.kv_transfer_params["hidden_states_path"])
+            return load_file(path)["hidden_states"]
+
+        async def run_all() -> list[torch.Tensor]:
+            return await asyncio.gather(*(run(number) for number in range(len(PROMPTS))))
+
+        for ours, one in zip(engines.runner.run(run_all()), alone, strict=True):
+            assert torch.equal(ours, one.hidden_states)
+        assert len(list(tmp_path.glob("*.safetensors"))) == len(PROMPTS)
 
 
 @pytest.mark.exhaustive
