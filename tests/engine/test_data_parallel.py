@@ -44,8 +44,9 @@ async def rows(llm: AsyncLLM) -> list[torch.Tensor]:
     return [one.hidden_states async for one in llm.extract(PROMPTS, layers=[0, 3, "norm"])]
 
 
-async def tokens(llm: AsyncLLM, number: int) -> list[int]:
-    outputs = [one async for one in llm.generate(PROMPTS[number], greedy(6), f"request {number}")]
+async def tokens(llm: AsyncLLM, number: int, length: int = 6) -> list[int]:
+    params = greedy(length)
+    outputs = [one async for one in llm.generate(PROMPTS[number], params, f"request {number}")]
     return list(outputs[-1].outputs[0].token_ids)
 
 

@@ -14,14 +14,19 @@ from typing import Any, NamedTuple
 import psutil
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tests.engine import rank_functions
-from tests.engine.harness import engine, greedy
+from tests.engine.harness import engine, extraction_config, greedy
 from tests.engine.test_data_parallel import OPTIONS, PROMPTS, tokens
+from tests.grids import at_night
+from tests.models.adapters import write_adapter
 from tests.models.checkpoints import make_checkpoint
+from tests.models.oracle import relative_error
 from vllm import AsyncEngineArgs, AsyncLLM
-from vllm.exceptions import FailureKind
+from vllm.exceptions import FailureError, FailureKind
 from vllm.hidden_states import ExtractRequest, FailedSample
+from vllm.lora.request import LoRARequest
 from vllm.v1.engine.exceptions import EngineDeadError
 
 Checkpoint = Callable[..., Path]
@@ -203,3 +208,214 @@ def test_an_engine_that_is_killed_ends_all(engines: Engines) -> None:
     engines.runner.run(run())
     for pid in engines.pids:
         psutil.Process(pid).wait(10) if psutil.pid_exists(pid) else None
+
+
+TWO_EACH: dict[str, Any] = {"tensor_parallel_size": 2, "expert_trace": True}
+
+
+@pytest.mark.exhaustive
+def test_engines_of_two_ranks(folder: Path, expected: Expected) -> None:
+    with engine(folder, **OPTIONS, **TWO_EACH, enable_expert_parallel=True) as llm:
+        whole = list(llm.extract(REQUESTS))
+    for ours, one in zip(whole, expected.samples, strict=True):
+        assert relative_error(ours.hidden_states, one.hidden_states) < 1e-4
+    with shared(folder, **TWO_EACH, max_num_batched_tokens=24) as engines:
+        assert engines.rpc(rank_functions.own_experts) == [1, 2, 2, 2]
+        check_rows(engines.extract(REQUESTS), whole)
+        assert engines.tokens(range(len(PROMPTS))) == expected.tokens
+        for rank in (0, 1):
+            for number in (0, 1):
+                engines.rpc(rank_functions.fail_on_engine, number, rank)
+                found = engines.extract(REQUESTS, on_error="yield")
+                failed = [one for one in found if isinstance(one, FailedSample)]
+                assert 0 < len(failed) < len(REQUESTS)
+                check_rows(engines.extract(REQUESTS), whole)
+        for _ in range(20):
+            assert engines.tokens([5]) == [expected.tokens[5]]
+
+
+@pytest.mark.exhaustive
+def test_a_rank_that_is_killed_ends_all(folder: Path) -> None:
+    with shared(folder, **TWO_EACH) as engines:
+        (second,) = psutil.Process(engines.pids[0]).children()
+
+        async def run() -> None:
+            under_way = [asyncio.create_task(tokens(engines.llm, n)) for n in range(len(PROMPTS))]
+            await asyncio.sleep(0.05)
+            second.kill()
+            results = await asyncio.gather(*under_way, return_exceptions=True)
+            kinds = {type(one) for one in results}
+            assert kinds <= {list, EngineDeadError, FailureError}, results
+            for one in results:
+                if isinstance(one, FailureError):
+                    assert one.failure.kind is FailureKind.ENGINE_DEAD
+            assert kinds != {list}
+            for _ in range(100):
+                if engines.llm.errored:
+                    break
+                await asyncio.sleep(0.1)
+            with pytest.raises(EngineDeadError):
+                await tokens(engines.llm, 0)
+
+        engines.runner.run(run())
+
+
+@pytest.mark.exhaustive
+def test_an_engine_that_stops_ends_all(folder: Path) -> None:
+    with shared(folder, distributed_timeout_seconds=3) as engines:
+        assert engines.tokens([0])
+        os.kill(engines.pids[1], signal.SIGSTOP)
+        try:
+            with pytest.raises(Exception, match=r"not come for 3 s|had some of the experts"):
+                engines.tokens([0])
+        finally:
+            os.kill(engines.pids[1], signal.SIGCONT)
+        with pytest.raises(EngineDeadError):
+            engines.tokens([0])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_thousands_of_steps_without_a_token(ranks: int, folder: Path) -> None:
+    """The second engine never has a request."""
+    count = 10_000 if ranks == 1 else 300
+    with shared(folder, tensor_parallel_size=ranks) as engines:
+
+        async def run() -> int:
+            total = 0
+            while total < count:
+                found = await tokens(engines.llm, 7)
+                total += len(found)
+            return total
+
+        assert engines.runner.run(run()) >= count
+        used = engines.rpc(rank_functions.has_computed)
+        assert used == [True] * ranks + [False] * ranks
+
+
+@pytest.mark.exhaustive
+def test_preemption_in_one_engine(folder: Path) -> None:
+    """The requests of the second engine end before its pool is full."""
+    lengths = [40, 2] * 4
+    with engine(folder, **OPTIONS) as llm:
+        params = [greedy(length) for length in lengths]
+        outputs = llm.generate(PROMPTS, params, use_tqdm=False)
+    blocks = {"num_gpu_blocks_override": 13, "max_num_batched_tokens": 40}
+    with shared(folder, **blocks) as engines:
+
+        async def run() -> list[list[int]]:
+            return await asyncio.gather(
+                *(tokens(engines.llm, n, length) for n, length in enumerate(lengths))
+            )
+
+        for _ in range(3):
+            found = engines.runner.run(run())
+            assert found == [list(output.outputs[0].token_ids) for output in outputs]
+        assert engines.llm.stats.num_preemptions > 0
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("llama4", {}),  # weights multiply the inputs of experts
+        ("nemotron_h", {}),  # experts compute in another space
+        ("longcat_flash", {}),  # experts that return their input
+        ("gpt_oss", {}),
+        ("deepseek_v3", {"tensor_parallel_size": 2}),
+        ("gemma4_moe", {}),
+        ("mixtral", {"quantization": "int8"}),
+        ("qwen3_5_moe_vl", {}),
+    ],
+)
+def test_families(family: str, options: dict[str, Any], checkpoint: Checkpoint) -> None:
+    folder = checkpoint(family)
+    alone = {**OPTIONS, **options, "kv_cache_memory_bytes": 2**25}
+    if "tensor_parallel_size" in options:
+        alone["enable_expert_parallel"] = True
+    with engine(folder, **alone) as llm:
+        num_layers = llm.llm_engine.model_config.get_total_num_hidden_layers()
+        layers: list[list[int | str]] = [list(range(num_layers + 1)), [1], [num_layers - 1]]
+        requests = [
+            ExtractRequest(prompt, layers=layers[number % 3])
+            for number, prompt in enumerate(PROMPTS)
+        ]
+        whole = list(llm.extract(requests))
+        outputs = llm.generate(PROMPTS, greedy(6), use_tqdm=False)
+    with shared(folder, **alone, max_num_batched_tokens=64) as engines:
+        found = engines.extract(requests)
+        for ours, one in zip(found, whole, strict=True):
+            assert torch.equal(ours.hidden_states, one.hidden_states)
+        lists = [list(output.outputs[0].token_ids) for output in outputs]
+        assert engines.tokens(range(len(PROMPTS))) == lists
+
+
+@pytest.mark.exhaustive
+def test_adapters(folder: Path, tmp_path: Path) -> None:
+    write_adapter(tmp_path / "whole", folder, 1, rank=3, with_experts=True)
+    write_adapter(tmp_path / "rest", folder, 2, rank=3, with_experts=False)
+    whole = LoRARequest("whole", 1, str(tmp_path / "whole"))
+    rest = LoRARequest("rest", 2, str(tmp_path / "rest"))
+    asked = [ExtractRequest(prompt, layers=[4], lora_request=rest) for prompt in PROMPTS]
+    options: dict[str, Any] = {**OPTIONS, "enable_lora": True}
+    with engine(folder, **options) as llm:
+        alone = list(llm.extract(asked))
+    with shared(folder, **options) as engines:
+        for ours, one in zip(engines.extract(asked), alone, strict=True):
+            assert torch.equal(ours.hidden_states, one.hidden_states)
+        refused = [ExtractRequest(PROMPTS[0], layers=[4], lora_request=whole)]
+        with pytest.raises(ValueError, match=r"changes experts, which .* data_parallel_size=2"):
+            engines.extract(refused)
+        with pytest.raises(ValueError, match=r"changes experts, which .* data_parallel_size=2"):
+            engines.runner.run(engines.llm.add_lora(whole))
+        assert len(engines.extract(asked)) == len(asked)
+
+
+@pytest.mark.exhaustive
+def test_files_of_rows_while_steps_overlap(folder: Path, tmp_path: Path) -> None:
+    with engine(folder, **OPTIONS) as llm:
+        alone = list(llm.extract(PROMPTS, layers=[0, 3]))
+    files = extraction_config([0, 3], tmp_path)
+    with shared(folder, async_scheduling=True, max_num_batched_tokens=24, **files) as engines:
+
+        async def run(number: int) -> torch.Tensor:
+            found = engines.llm.generate(PROMPTS[number], greedy(1), f"file {number}")
+            output = [one async for one in found][-1]
+            path = Path(output.kv_transfer_params["hidden_states_path"])
+            return load_file(path)["hidden_states"]
+
+        async def run_all() -> list[torch.Tensor]:
+            return await asyncio.gather(*(run(number) for number in range(len(PROMPTS))))
+
+        for ours, one in zip(engines.runner.run(run_all()), alone, strict=True):
+            assert torch.equal(ours, one.hidden_states)
+        assert len(list(tmp_path.glob("*.safetensors"))) == len(PROMPTS)
+
+
+@pytest.mark.exhaustive
+def test_a_dense_model_runs_as_without(checkpoint: Checkpoint) -> None:
+    """An engine that ends takes only its own requests."""
+    with shared(checkpoint("llama")) as engines:
+        assert not engines.llm.started.shares_experts
+        found = engines.tokens(range(len(PROMPTS)))
+        os.kill(engines.pids[0], signal.SIGKILL)
+        time.sleep(0.5)
+        engines.runner.run(asyncio.sleep(0.1))
+        assert engines.tokens(range(len(PROMPTS))) == found
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2: stages of several engines"),
+        ({"all2all_backend": "pplx"}, "all2all_backend='pplx'"),
+        at_night({"num_experts": 1}, r"1 experts .*data_parallel_size=2 times tensor_parallel_"),
+    ],
+)
+def test_refusals(options: dict[str, Any], message: str, checkpoint: Checkpoint) -> None:
+    sizes, options = dict(SIZES), dict(options)
+    if "num_experts" in options:
+        sizes |= {"num_experts": options.pop("num_experts"), "num_experts_per_tok": 1}
+    folder = checkpoint("qwen3_moe", **sizes)
+    with pytest.raises(ValueError, match=message), shared(folder, **options):
+        pass

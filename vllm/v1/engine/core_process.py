@@ -55,6 +55,7 @@ from vllm.v1.engine.core_messages import (
 )
 from vllm.v1.engine.detokenizer import Detokenizer
 from vllm.v1.executor.node_links import SocketPlace
+from vllm.v1.engine.exceptions import EngineDeadError
 
 logger = init_logger(__name__)
 
@@ -196,6 +197,8 @@ class CoreProcess:
             if isinstance(command, AddRequest):
                 try:
                     self._add_request(command.request)
+                except EngineDeadError:
+                    return None  # who asked learns of it when this process ends
                 except ValueError as error:
                     is_early = isinstance(error, NotReadyError)
                     kind = FailureKind.NOT_READY if is_early else FailureKind.BAD_REQUEST
@@ -251,7 +254,10 @@ def _receive_commands(socket: zmq.Socket[bytes], process: CoreProcess) -> None:
     decoder = msgspec.msgpack.Decoder(CoreCommand)
     with socket, contextlib.suppress(zmq.ContextTerminated):
         while True:
-            process.commands.put(decoder.decode(socket.recv()))
+            command = decoder.decode(socket.recv())
+            if isinstance(command, Shutdown):  # other processes of the engine may end before it
+                process.core.executor.is_closing = True
+            process.commands.put(command)
 
 
 def _start_core(settings: CoreSettings) -> tuple[EngineCore | None, CoreStarted]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import pkgutil
 import threading
 from collections.abc import Callable, Iterable
@@ -60,6 +61,8 @@ class UniProcExecutor:
     """The reason why nothing can be computed any more; None: it can."""
     on_death: Callable[[], None] | None = None
     """Called, maybe from another thread, when ``dead_because`` was set."""
+    is_closing = False
+    """True if the engine is about to end in order."""
     _death = threading.Lock()
 
     def __init__(self, vllm_config: VllmConfig) -> None:
@@ -155,7 +158,8 @@ class UniProcExecutor:
             if self.dead_because is not None:
                 return
             self.dead_because = reason
-        logger.error("the engine cannot go on: %s", reason)
+        level = logging.DEBUG if self.is_closing else logging.ERROR
+        logger.log(level, "the engine cannot go on: %s", reason)
         if self.on_death is not None:
             self.on_death()
 

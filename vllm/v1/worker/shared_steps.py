@@ -56,15 +56,17 @@ class SharedSteps:
         unready = [number for number, one in enumerate(group.step) if not one.is_ready]
         if unready and group.has_tokens:
             group.end_step()
-            if not num_tokens:
-                return
-            raise FailureError(
-                Failure(
-                    FailureKind.NOT_READY,
-                    f"engine {unready[0]} of {group.num_engines}, which has some of the experts, "
-                    "sleeps or has no whole weights: wake_up(), or load a whole checkpoint",
+            if num_tokens:
+                raise FailureError(
+                    Failure(
+                        FailureKind.NOT_READY,
+                        f"engine {unready[0]} of {group.num_engines}, which has some of the "
+                        "experts, sleeps or has no whole weights: wake_up(), or load a whole "
+                        "checkpoint",
+                    )
                 )
-            )
+            yield
+            return
         try:
             yield
             if group.has_tokens:
