@@ -26,7 +26,7 @@ def test_a_rank_has_its_share_of_the_weights_and_its_pool(
         assert one.weights <= largest * whole / tensor + MIB
         assert one.grown <= one.weights + MOST_OTHER
         # A stage writes the places of its own layers.
-        assert abs(one.pool * largest - POOL_BYTES) <= MIB
+        assert abs(one.pool * largest - POOL_BYTES) <= 4 * MIB
     assert [one.rank for one in found] == list(range(tensor * stages))
 
 

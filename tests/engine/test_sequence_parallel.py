@@ -52,6 +52,9 @@ NORMED = ["blocks.0.attn.hook_out", "blocks.1.hook_attn_out", "blocks.1.hook_mlp
         at_night(
             "cohere", {"hidden_size": 72}, {}, ["blocks.0.hook_attn_out", "blocks.1.hook_mlp_out"]
         ),
+        at_night("kimi_linear", {"linear_num_heads": 4}, {}, []),
+        at_night("xlstm", {"num_heads": 6}, {}, []),
+        at_night("nemotron_h", {"n_groups": 2}, {}, []),
         at_night("qwen3_moe", {}, {"enable_expert_parallel": True}, ROUTED),
         at_night("qwen3_moe", {}, STAGES, ROUTED),
     ],
