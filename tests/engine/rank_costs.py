@@ -91,25 +91,25 @@ def measure_memory(folder: Path, tensor: int, stages: int) -> list[RankMemory]:
 
 
 class PlanTimes(NamedTuple):
-    """Seconds after the first byte of a step's plan was made."""
+    """Times that a step's plan takes, in seconds."""
 
-    sent: float
-    """The plan was given to the sockets of all other ranks."""
+    sending: float
+    """CPU time of the engine's process until the plan is in the sockets of all other ranks."""
     there: float
-    """The last rank began with the step."""
+    """Time from the beginning of that until the last rank begins with the step."""
 
 
 @contextmanager
 def times_of_calls() -> Iterator[list[tuple[float, float]]]:
-    """Note when sending of steps to the other ranks begins and ends."""
+    """Note when sending of steps to the other ranks begins, and the CPU time that it takes."""
     times = []
     send = MultiprocExecutor._call
 
     def noted(executor: MultiprocExecutor, method: str, *args: Any) -> int:
-        begin = time.monotonic()
+        begin, cpu = time.monotonic(), time.thread_time()
         number = send(executor, method, *args)
         if method == "execute_model" and args[0].total_num_scheduled_tokens:
-            times.append((begin, time.monotonic()))
+            times.append((begin, time.thread_time() - cpu))
         return number
 
     MultiprocExecutor._call = noted  # type: ignore[method-assign]
@@ -133,8 +133,8 @@ def measure_plans(folder: Path, ranks: int, steps: int) -> list[PlanTimes]:
         begun = llm.collective_rpc(rank_functions.noted_steps)
     steps_begun = list(zip(*begun, strict=True))
     return [
-        PlanTimes(end - begin, max(each) - begin)
-        for (begin, end), each in zip(calls, steps_begun, strict=True)
+        PlanTimes(cpu, max(each) - begin)
+        for (begin, cpu), each in zip(calls, steps_begun, strict=True)
     ]
 
 
@@ -157,8 +157,8 @@ def main() -> None:
         sent, there = (sorted(1e6 * times[part] for times in found) for part in range(2))
         low, high = (there[len(there) * part // 100] for part in (10, 90))
         print(
-            f"{arguments.ranks} ranks on {os.cpu_count()} cores, load {load:.1f} before: a plan is "
-            f"sent after {statistics.median(sent):.0f} us, the last rank has it after "
+            f"{arguments.ranks} ranks on {os.cpu_count()} cores, load {load:.1f} before: sending a "
+            f"plan takes {statistics.median(sent):.0f} us of CPU time, the last rank has it after "
             f"{statistics.median(there):.0f} us (medians of {len(there)} steps; 10th and 90th "
             f"percentile {low:.0f}, {high:.0f})"
         )

@@ -33,5 +33,5 @@ def test_a_rank_has_its_share_of_the_weights_and_its_pool(
 def test_plans_reach_eight_ranks(tmp_path: Path) -> None:
     """On a machine with fewer cores they come one after another."""
     times = measure_plans(tmp_path, ranks=8, steps=40)
-    assert all(one.sent > 0 and one.there > 0 for one in times)
+    assert all(one.sending > 0 and one.there > 0 for one in times)
     assert statistics.median(one.there for one in times) < 0.1
