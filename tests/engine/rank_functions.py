@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -88,6 +89,30 @@ def set_part_bytes(worker: Any, num_bytes: int) -> int:
 def parameter_bytes(worker: Any) -> int:
     parameters = worker.model_runner.model.parameters()
     return sum(one.nbytes for one in parameters if not one.is_meta)
+
+
+def own_bytes(worker: Any) -> int:
+    """Memory of this process that belongs to no file and that no other process has."""
+    text = Path("/proc/self/smaps_rollup").read_text(encoding="ascii")
+    return sum(int(line.split()[1]) * 1024 for line in text.splitlines() if "Pss_Anon:" in line)
+
+
+def note_steps(worker: Any) -> None:
+    """Note from now on when this rank begins with a step."""
+    runner = worker.model_runner
+    execute_model, worker.step_times = runner.execute_model, []
+
+    def noted(scheduled: Any) -> Any:
+        if scheduled.total_num_scheduled_tokens:
+            worker.step_times.append(time.monotonic())
+        return execute_model(scheduled)
+
+    runner.execute_model = noted
+
+
+def noted_steps(worker: Any) -> list[float]:
+    times: list[float] = worker.step_times
+    return times
 
 
 def count_layers(worker: Any) -> None:

@@ -177,7 +177,7 @@ def test_two_engines_of_two_ranks_have_the_rows_of_one(model: str, tmp_path: Pat
     family, config, options, _ = MODELS[model]
     checkpoint = make_checkpoint(tmp_path / "checkpoint", family, **config)
     one = run(checkpoint, tmp_path / "one", **options)
-    sizes = {"data_parallel_size": 2, "tensor_parallel_size": 2, "num_gpu_blocks_override": 40}
+    sizes = {"data_parallel_size": 2, "tensor_parallel_size": 2, "num_gpu_blocks_override": 20}
     files = extraction_config(LAYERS, tmp_path / "several")
 
     async def served() -> tuple[list[Served], int]:
@@ -187,9 +187,10 @@ def test_two_engines_of_two_ranks_have_the_rows_of_one(model: str, tmp_path: Pat
             await llm.start()
             await llm.collective_rpc(rank_functions.poison)
             alone = await serve(llm, PROMPTS[:1], "alone", 1)
-            crowded = await serve(llm, PROMPTS * 4, "crowd", 6)
-            # Each engine has the prefix from the crowd, wherever the request goes.
-            hits = await serve(llm, PROMPTS[-1:] * 2, "crowd", 1)
+            crowded = await serve(llm, PROMPTS * 4, "crowd", 20)
+            # Two at once go to both engines, and those after them find their prefix.
+            await serve(llm, PROMPTS[:1] * 2, "hits", 1)
+            hits = await serve(llm, PROMPTS[-1:] * 2, "hits", 1)
             assert all(await llm.collective_rpc(rank_functions.has_computed))
             return [alone, crowded, hits], llm.stats.num_preemptions
         finally:
@@ -197,14 +198,15 @@ def test_two_engines_of_two_ranks_have_the_rows_of_one(model: str, tmp_path: Pat
 
     (alone, crowded, hits), num_preemptions = asyncio.run(served())
     assert num_preemptions
-    assert max(hits.cached) > 0
+    assert min(hits.cached) > 0
     first, last = crowded.rows[0], crowded.rows[len(PROMPTS) - 1]
     assert torch.equal(alone.rows[0], first[: len(alone.rows[0])])
     assert all(torch.equal(rows, last[: len(rows)]) for rows in hits.rows)
     for number, rows in enumerate(crowded.rows):
         place = number % len(PROMPTS)
         assert torch.equal(rows, crowded.rows[place])
-        assert crowded.tokens[number] == one.tokens[place]
+        assert crowded.tokens[number] == crowded.tokens[place]
+        assert crowded.tokens[number][:6] == one.tokens[place]
         for column in range(len(LAYERS)):
             assert relative_error(rows[:, column], one.together[place][:, column]) <= MOST_ERROR
 
@@ -235,7 +237,10 @@ def test_upstreams_test_of_two_devices(load_format: str, tmp_path: Path) -> None
             assert tensors["token_ids"].tolist() == output.prompt_token_ids
             assert tensors["hidden_states"].shape == (len(tensors["token_ids"]), 3, 72)
             rows.append(tensors["hidden_states"])
+            assert rows[-1].isfinite().all() and rows[-1].any()
         found.append(([output.outputs[0].token_ids for output in outputs], rows))
+    if load_format == "dummy":
+        return  # each rank draws its own
     (tokens, expected), (other_tokens, several) = found
     assert tokens == other_tokens
     for whole, ours in zip(expected, several, strict=True):

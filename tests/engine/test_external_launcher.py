@@ -124,19 +124,21 @@ def check_failures(found: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "size"),
+    ("family", "size", "more"),
     [
-        at_night("llama", "pipeline_parallel_size"),
-        at_night("llama", "tensor_parallel_size"),
-        at_night("mixtral", "tensor_parallel_size"),
+        at_night("llama", "pipeline_parallel_size", {}),
+        at_night("llama", "tensor_parallel_size", {}),
+        at_night("llama", "tensor_parallel_size", {"enable_sequence_parallel": True}),
+        at_night("mixtral", "tensor_parallel_size", {}),
     ],
 )
 def test_each_process_gets_the_bits_of_mp(
-    checkpoint: Checkpoint, tmp_path: Path, family: str, size: str
+    checkpoint: Checkpoint, tmp_path: Path, family: str, size: str, more: dict[str, bool]
 ) -> None:
+    """Stages, and ranks that share tokens, change no bit."""
     folder, calls = checkpoint(family), ("values", "failures")
-    same = {} if size == "pipeline_parallel_size" else {size: 2}  # stages change no bit
-    with processes(folder, tmp_path / "results", {size: 2}, calls, 2) as started:
+    same = {} if size == "pipeline_parallel_size" else {size: 2}
+    with processes(folder, tmp_path / "results", {size: 2, **more}, calls, 2) as started:
         with engine(folder, **OPTIONS, **same) as llm:
             expected = values(llm)
         assert [process.wait(120) for process in started] == [0, 0]

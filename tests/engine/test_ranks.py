@@ -57,10 +57,12 @@ def sharing(folder: Path, **options: Any) -> Iterator[LLM]:
             llm.collective_rpc(rank_functions.poison_padding, kwargs={"begins": False})
 
 
-def results(llm: LLM, hooks: Sequence[str] = HOOKS) -> list[HiddenStatesSample]:
-    plain = llm.extract(PROMPTS, layers=LAYERS, hooks=hooks, top_logprobs=5)
-    steered = llm.extract(PROMPTS, layers=LAYERS, steering=STEERING)
-    grown = llm.extract(PROMPTS, layers=LAYERS, sampling_params=greedy(5), top_logprobs=3)
+def results(
+    llm: LLM, hooks: Sequence[str] = HOOKS, layers: Sequence[int | str] = LAYERS
+) -> list[HiddenStatesSample]:
+    plain = llm.extract(PROMPTS, layers=layers, hooks=hooks, top_logprobs=5)
+    steered = llm.extract(PROMPTS, layers=layers, steering=STEERING)
+    grown = llm.extract(PROMPTS, layers=layers, sampling_params=greedy(5), top_logprobs=3)
     return [*plain, *steered, *grown]
 
 
