@@ -142,7 +142,6 @@ def test_a_step_that_fails_on_one_rank_fails_alone(pair: LLM, failing_rank: int)
     ("family", "options", "message"),
     [
         ("llama", {**PAIR, "decode_context_parallel_size": 3}, "=3 does not divide .*=2; use 1 or"),
-        ("llama", {"prefill_context_parallel_size": 2}, "prefill_context_parallel_size=2 is not"),
         at_night("llama", PAIR, r"2 ranks 1 have the same key/value heads of 'model.*; use 1, or"),
         at_night("mamba2", PAIR, r"_size=2: only attention .* layers \(.*\) does; use 1"),
         at_night("deepseek_v32", PAIR, r"_size=2: only attention layers that read all earlier"),

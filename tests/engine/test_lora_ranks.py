@@ -33,7 +33,14 @@ OPTIONS: dict[str, Any] = {
 TENSOR: Mapping[str, Any] = {"tensor_parallel_size": 2}
 STAGES: Mapping[str, Any] = {"pipeline_parallel_size": 2}
 EXPERTS: Mapping[str, Any] = {**TENSOR, "enable_expert_parallel": True}
-WAYS = {"tensor": TENSOR, "stages": STAGES, "experts": EXPERTS, "both": {**TENSOR, **STAGES}}
+PREFILL: Mapping[str, Any] = {"prefill_context_parallel_size": 2}
+WAYS = {
+    "tensor": TENSOR,
+    "stages": STAGES,
+    "experts": EXPERTS,
+    "prefill": PREFILL,
+    "both": {**TENSOR, **STAGES},
+}
 MOST_ERROR = 1e-4
 SINGLE_EXPERTS = ("qwen3_moe", "llama4", "nemotron_h", "deepseek_v32")
 
@@ -87,7 +94,13 @@ def compare(checkpoint: Path, adapters: list[LoRARequest], way: str) -> None:
         assert all(map(torch.equal, rows(llm, requests), found)), "chunks"
 
 
-BY_NIGHT = [("llama", "tensor"), ("llama", "both"), ("qwen3_5", "tensor"), ("qwen3_5", "stages")]
+BY_NIGHT = [
+    ("llama", "tensor"),
+    ("llama", "prefill"),
+    ("llama", "both"),
+    ("qwen3_5", "tensor"),
+    ("qwen3_5", "stages"),
+]
 BY_NIGHT += [(name, way) for name in ("qwen3_moe", "deepseek_v3", "gpt_oss") for way in WAYS]
 SWEPT = [(name, "both") for name in FAMILIES if (name, "both") not in BY_NIGHT]
 
