@@ -12,7 +12,7 @@ import torch
 
 from vllm.distributed.parallel_state import (
     GroupCoordinator,
-    get_dcp_group,
+    get_context_group,
     get_pp_group,
     get_tp_group,
     get_world_group,
@@ -43,8 +43,10 @@ def poison_padding(worker: Any, *, begins: bool = True) -> None:
             values, num_tokens = make(*args), current_shared_tokens()
             if not num_tokens:
                 return values
+            ranks = shared_tokens.sharing_group()
+            behind = max(0, num_tokens - ranks.rank_in_group * ranks.share_of_rows(num_tokens))
             values = values.clone()
-            values[max(0, num_tokens - get_tp_group().rank_in_group * len(values)) :] = math.nan
+            values[behind:] = math.nan if values.is_floating_point() else 0
             return values
 
         return share
@@ -52,7 +54,7 @@ def poison_padding(worker: Any, *, begins: bool = True) -> None:
     own_tokens, reduce = _MAKE_SHARES
     if begins:
         own_tokens, reduce = poisoned(own_tokens), poisoned(reduce)
-    for module in (decoder_block, decoder_loop, decoder_model):
+    for module in (shared_tokens, decoder_block, decoder_loop, decoder_model):
         vars(module)["own_tokens"] = own_tokens
     GroupCoordinator.reduce_scatter_rows = reduce
 
@@ -73,8 +75,8 @@ def groups(worker: Any) -> tuple[tuple[int, int], ...]:
 
 
 def context_group(worker: Any) -> tuple[int, int, float]:
-    """Rank and size of the group that shares tokens, and a sum over it."""
-    group = get_dcp_group()
+    """Rank and size of the group that spreads cached tokens, and a sum over it."""
+    group = get_context_group()
     total = float(group.all_reduce(torch.ones(1)))
     return group.rank_in_group, group.world_size, total
 

@@ -75,7 +75,14 @@ def load(folder: Path, rank: int) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("size", ["tensor_parallel_size", at_night("pipeline_parallel_size")])
+@pytest.mark.parametrize(
+    "size",
+    [
+        "tensor_parallel_size",
+        at_night("pipeline_parallel_size"),
+        at_night("prefill_context_parallel_size"),
+    ],
+)
 def test_engines_that_plan_the_same(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, size: str
 ) -> None:

@@ -34,12 +34,14 @@ TENSOR: Mapping[str, Any] = {"tensor_parallel_size": 2}
 STAGES: Mapping[str, Any] = {"pipeline_parallel_size": 2}
 EXPERTS: Mapping[str, Any] = {**TENSOR, "enable_expert_parallel": True}
 SHARED: Mapping[str, Any] = {**TENSOR, "enable_sequence_parallel": True}
+PREFILL: Mapping[str, Any] = {"prefill_context_parallel_size": 2}
 WAYS = {
     "tensor": TENSOR,
     "stages": STAGES,
     "experts": EXPERTS,
     "both": {**TENSOR, **STAGES},
     "shared": SHARED,
+    "prefill": PREFILL,
 }
 MOST_ERROR = 1e-4
 SINGLE_EXPERTS = ("qwen3_moe", "llama4", "nemotron_h", "deepseek_v32")
@@ -98,6 +100,7 @@ BY_NIGHT = [
     ("llama", "tensor"),
     ("llama", "both"),
     ("llama", "shared"),
+    ("llama", "prefill"),
     ("qwen3_5", "tensor"),
     ("qwen3_5", "stages"),
 ]

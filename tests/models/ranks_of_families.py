@@ -1,7 +1,7 @@
 """Every family with a class of its own on two ranks, against one.
 
     python -m tests.models.ranks_of_families [FAMILY ...]     # all without; prints a table
-    python -m tests.models.ranks_of_families --way stages      # or experts, context, sequence
+    python -m tests.models.ranks_of_families --way stages  # or experts, context, sequence, prefill
     python -m tests.models.ranks_of_families --model-impl transformers  # transformers' modules
 
 Rows at all boundaries, log-probabilities and tokens of two ranks have to be those of one, within
@@ -36,6 +36,7 @@ WAYS: Mapping[str, Mapping[str, Any]] = {
     "experts": {"tensor_parallel_size": 2, "enable_expert_parallel": True},
     "context": {"tensor_parallel_size": 2, "decode_context_parallel_size": 2},
     "sequence": {"tensor_parallel_size": 2, "enable_sequence_parallel": True},
+    "prefill": {"prefill_context_parallel_size": 2},
 }
 """Options of the engine that is compared with one process."""
 COMPARED_WITH = {"sequence": WAYS["tensor"]}
@@ -46,6 +47,7 @@ REFUSALS = (
     "pipeline_parallel_size=2",
     "decode_context_parallel_size=2",
     "enable_sequence_parallel=True",
+    "prefill_context_parallel_size=2",
 )
 """Names in the error when the tiny checkpoint cannot be cut."""
 MOST_ERROR = 1e-4

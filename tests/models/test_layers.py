@@ -47,7 +47,7 @@ def hybrid(tmp_path: Path) -> VllmConfig:
 
 
 def be_rank(monkeypatch: pytest.MonkeyPatch, rank: int, world_size: int) -> None:
-    monkeypatch.setattr(parallel_state._current, "tp_group", GroupCoordinator(rank, world_size))
+    monkeypatch.setattr(parallel_state._current, "stage_group", GroupCoordinator(rank, world_size))
 
 
 def test_specs_follow_the_config_as_it_is_when_they_are_asked_for(hybrid: VllmConfig) -> None:

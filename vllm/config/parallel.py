@@ -52,10 +52,12 @@ class ParallelConfig:
     """Number of the tensor_parallel_size ranks over which cached tokens are spread, instead of a
     copy on each; it divides the number of ranks that have the same key/value head."""
     prefill_context_parallel_size: Annotated[int, Field(ge=1), Option(short_flag="-pcp")] = 1
-    """Number of ranks over which the tokens of a prompt are spread. Only 1 is supported."""
+    """Number of ranks with the same weights that share the tokens of a step and spread cached
+    tokens; each is a process (on CPUs)."""
     cp_kv_cache_interleave_size: Annotated[int, Field(ge=1)] = 1
-    """Number of consecutive tokens on one rank of decode_context_parallel_size; it divides the
-    tokens that a rank has of a block (block_size)."""
+    """Number of consecutive tokens on one rank of those that spread them
+    (decode_context_parallel_size, prefill_context_parallel_size); it divides the tokens that a
+    rank has of a block (block_size)."""
     enable_expert_parallel: Annotated[bool, Option(short_flag="-ep")] = False
     """Give each rank whole experts instead of a slice of each: some of those of its engine's
     tensor_parallel_size ranks or, with data_parallel_size, of those of all engines."""
@@ -103,8 +105,8 @@ class ParallelConfig:
         if self.distributed_executor_backend == "uni" and self.world_size > 1:
             raise ValueError(
                 f"distributed_executor_backend='uni' has one rank, but {self.world_size} are asked "
-                'for (tensor_parallel_size, pipeline_parallel_size); use "mp", or leave the '
-                "option out"
+                "for (tensor_parallel_size, prefill_context_parallel_size, "
+                'pipeline_parallel_size); use "mp", or leave the option out'
             )
         ranks, size = self.tensor_parallel_size, self.decode_context_parallel_size
         if ranks % size:
@@ -119,13 +121,27 @@ class ParallelConfig:
     @property
     def token_spread(self) -> TokenSpread:
         """The ranks of one stage that have the tokens of a sequence, if its layers spread them."""
-        size = self.decode_context_parallel_size
+        size = self.decode_context_parallel_size * self.prefill_context_parallel_size
         return TokenSpread(size, self.cp_kv_cache_interleave_size) if size > 1 else WHOLE
 
     @property
     def shares_tokens(self) -> bool:
-        """True if the ranks of a stage share the tokens between branches."""
-        return self.enable_sequence_parallel and self.tensor_parallel_size > 1
+        """True if the ranks of a stage share the tokens, at least between branches."""
+        shares_between = self.enable_sequence_parallel and self.tensor_parallel_size > 1
+        return shares_between or self.prefill_context_parallel_size > 1
+
+    @property
+    def option_to_share(self) -> str:
+        """The option because of which ranks share tokens, with its value."""
+        if (size := self.prefill_context_parallel_size) > 1:
+            return f"prefill_context_parallel_size={size}"
+        return f"enable_sequence_parallel={self.enable_sequence_parallel}"
+
+    @property
+    def ranks_per_stage(self) -> int:
+        """Number of ranks of one pipeline stage; they follow each other. Tensor-parallel groups lie
+        one after another in it."""
+        return self.tensor_parallel_size * self.prefill_context_parallel_size
 
     def _take_offline_place(self) -> None:
         """Set the engine's number from the environment, if that has one."""
@@ -150,10 +166,7 @@ class ParallelConfig:
             raise ValueError(f"node_rank={self.node_rank}: has to be below nnodes={self.nnodes}")
         reason = ""
         if self.world_size % self.nnodes:
-            reason = (
-                f"tensor_parallel_size={self.tensor_parallel_size} times pipeline_parallel_size="
-                f"{self.pipeline_parallel_size} is not a multiple of it"
-            )
+            reason = f"{self.sizes_in_words(' times ')} is not a multiple of it"
         elif self.nnodes > 1 and self.distributed_executor_backend not in (None, "mp"):
             backend = self.distributed_executor_backend
             reason = f"distributed_executor_backend={backend!r} starts no nodes; use 'mp'"
@@ -212,21 +225,21 @@ class ParallelConfig:
 
     def ranks_of_node(self, node: int) -> list[int]:
         """Return the ranks of a node. The first node has the last stages, and so the driver."""
-        size, num_ranks = self.tensor_parallel_size, self.world_size // self.nnodes
+        size, num_ranks = self.ranks_per_stage, self.world_size // self.nnodes
         stages = reversed(range(self.pipeline_parallel_size))
         ranks = [stage * size + rank for stage in stages for rank in range(size)]
         return ranks[node * num_ranks : (node + 1) * num_ranks]
 
     @property
     def stage(self) -> int:
-        """Number of this rank's pipeline stage. The ranks of a stage follow each other."""
-        return self.rank // self.tensor_parallel_size % self.pipeline_parallel_size
+        """Number of this rank's pipeline stage."""
+        return self.rank // self.ranks_per_stage % self.pipeline_parallel_size
 
     @property
     def driver_rank(self) -> int:
         """The rank in the engine's process, which keeps rows and samples: the first of the last
         stage."""
-        return (self.pipeline_parallel_size - 1) * self.tensor_parallel_size
+        return (self.pipeline_parallel_size - 1) * self.ranks_per_stage
 
     @property
     def is_driver(self) -> bool:
@@ -254,8 +267,11 @@ class ParallelConfig:
     @property
     def world_size(self) -> int:
         """Number of ranks of one engine (data parallelism means several engines)."""
-        return (
-            self.tensor_parallel_size
-            * self.pipeline_parallel_size
-            * self.prefill_context_parallel_size
-        )
+        return self.ranks_per_stage * self.pipeline_parallel_size
+
+    def sizes_in_words(self, between: str) -> str:
+        """Name the options whose product is the number of ranks, the third only if it is used."""
+        names = ["tensor_parallel_size", "pipeline_parallel_size"]
+        if self.prefill_context_parallel_size > 1:
+            names.append("prefill_context_parallel_size")
+        return between.join(f"{name}={getattr(self, name)}" for name in names)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -147,14 +147,14 @@ class SharedMemoryCommunicator:
 
 
 class PartOfGroup:
-    """Some ranks of a group, one after another, while its other ranks make the same calls."""
+    """Some ranks of a group, while its other ranks make the same calls."""
 
-    def __init__(self, whole: Communicator, first: int, size: int) -> None:
-        self._whole, self._own = whole, slice(first, first + size)
+    def __init__(self, whole: Communicator, ranks: Sequence[int]) -> None:
+        self._whole, self._ranks = whole, ranks
 
     def exchange(self, tensor: torch.Tensor) -> Iterator[Parts]:
         for place, parts in self._whole.exchange(tensor):
-            yield Parts(place, parts[self._own])
+            yield Parts(place, [parts[rank] for rank in self._ranks])
 
     def close(self) -> None:
         self._whole.close()

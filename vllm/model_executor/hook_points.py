@@ -176,8 +176,13 @@ def first_tensor(output: Any) -> Any:
     return output
 
 
-def find_hook_points(model: nn.Module, model_config: ModelConfig) -> HookPoints:
-    """Find all hook points of a model: those of its layers, and the stream between them."""
+def find_hook_points(
+    model: nn.Module, model_config: ModelConfig, *, are_shares: bool = False
+) -> HookPoints:
+    """Find all hook points of a model: those of its layers, and the stream between them.
+
+    are_shares: ranks have values of their own tokens inside of branches, too.
+    """
     if isinstance(model, OwnsHookPoints):
         return model.find_hook_points(model_config.dtype)
     points = []
@@ -194,7 +199,7 @@ def find_hook_points(model: nn.Module, model_config: ModelConfig) -> HookPoints:
             form = HookForm(hook.width, hook.dtype or model_config.dtype)
             row_layer = hook.module if hook.part == "input" else None
             is_cut = isinstance(row_layer, RowParallelLinear) and row_layer.tp_size > 1
-            place = (hook.module, hook.part, is_cut, hook.is_share)
+            place = (hook.module, hook.part, is_cut, hook.is_share or are_shares)
             points.append(HookPoint(tuple(names), layer + 1, form, *place))
     return HookPoints(with_stream(points, model_config))
 

@@ -17,7 +17,7 @@ from torch import nn
 from vllm.config.model_facts import config_value
 from vllm.model_executor.hook_points import BlockHook
 from vllm.model_executor.layers.activation import get_act_and_mul_fn, get_act_fn
-from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.attention import Attention, AttentionLayerBase
 from vllm.model_executor.layers.fused_moe import Router
 from vllm.model_executor.layers.layer import Layer
 from vllm.model_executor.layers.linear import (
@@ -32,7 +32,7 @@ from vllm.model_executor.layers.rotary_embedding import (
     get_rope,
     read_rope_parameters,
 )
-from vllm.model_executor.layers.shared_tokens import all_tokens, own_tokens
+from vllm.model_executor.layers.shared_tokens import own_tokens, run_branch
 from vllm.model_executor.layers.weight_share import HeadSlice
 from vllm.model_executor.models.decoder_loop import Stream
 from vllm.model_executor.utils import make_parameter
@@ -303,6 +303,10 @@ class DecoderBlock(Layer):
         self.has_mixer = attention is not None or bool(recurrent)
         assert self.has_mixer or mlp is not None
         assert layout.parallel == "no" or (self.has_mixer and mlp is not None)
+        self._mlp_needs_all = mlp is not None and _needs_all_tokens(mlp, self)
+        self._mixers_need_all = any(
+            _needs_all_tokens(mixer, self) for mixer in self._branches() if mixer is not mlp
+        )
         for branch in self._branches():
             if (last := _last_layer(branch)) is not None:
                 last.ends_branch = True
@@ -385,11 +389,15 @@ class DecoderBlock(Layer):
 
     def run_mixers(self, positions: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """Run the mixers over all tokens: x: this rank's, [tokens, hidden] -> the same shape."""
-        return own_tokens(self.mix(positions, all_tokens(x)))
+
+        def mix(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+            return self.mix(positions, x)
+
+        return run_branch(mix, x, positions, needs_all_tokens=self._mixers_need_all)
 
     def run_mlp(self, x: torch.Tensor, stream: torch.Tensor) -> torch.Tensor:
         """Run the MLP over all tokens: this rank's, both [tokens, hidden] -> the same shape."""
-        return own_tokens(self.feed_forward(all_tokens(x), stream))
+        return run_branch(self.feed_forward, x, stream, needs_all_tokens=self._mlp_needs_all)
 
     def forward(
         self, positions: torch.Tensor, hidden_states: torch.Tensor, residual: torch.Tensor | None
@@ -438,6 +446,13 @@ def _last_layer(branch: nn.Module) -> RowParallelLinear | None:
     """Return the layer whose output a branch returns, but for what is done to each token alone."""
     layers = (branch._modules.get(name) for name in ("o_proj", "out_proj", "down_proj"))
     return next((layer for layer in layers if isinstance(layer, RowParallelLinear)), None)
+
+
+def _needs_all_tokens(branch: nn.Module, block: nn.Module) -> bool:
+    """Return whether ranks that share tokens inside of branches have to gather them for this one,
+    because a layer, or the block itself, keeps more of them than those that are spread."""
+    keepers = [one for one in (block, *branch.modules()) if isinstance(one, AttentionLayerBase)]
+    return any(one.spread.is_whole for one in keepers)
 
 
 def _read(

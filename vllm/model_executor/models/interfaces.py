@@ -276,15 +276,15 @@ def check_takes_embeds(model: object) -> None:
         )
 
 
-def check_shares_tokens(model: object) -> None:
-    """Raise ValueError if ranks cannot share tokens (``enable_sequence_parallel``)."""
+def check_shares_tokens(model: object, option: str) -> None:
+    """Raise ValueError if ranks cannot share tokens, which an option, with its value, asks for."""
     reason: str | None = "it has no layers of this engine"
     if isinstance(model, SharesTokens):
         reason = model.why_tokens_are_whole()
     if reason is not None:
         raise ValueError(
-            f"enable_sequence_parallel=True: {type(model).__name__} keeps all tokens on every "
-            f"rank, because {reason}; leave it out"
+            f"{option}: {type(model).__name__} keeps all tokens on every rank, because {reason}; "
+            "leave it out"
         )
 
 

@@ -54,8 +54,8 @@ from vllm.v1.engine.core_messages import (
     report_address,
 )
 from vllm.v1.engine.detokenizer import Detokenizer
-from vllm.v1.executor.node_links import SocketPlace
 from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.executor.node_links import SocketPlace
 
 logger = init_logger(__name__)
 

@@ -262,9 +262,8 @@ def place_ranks(parallel: ParallelConfig) -> ParallelConfig:
     size = parallel.world_size
     if num_processes % size or not 0 <= rank < num_processes:
         raise ValueError(
-            f"{BACKEND}: tensor_parallel_size={parallel.tensor_parallel_size} and "
-            f"pipeline_parallel_size={parallel.pipeline_parallel_size} need {size} processes, or "
-            f"a multiple of that, but there are {num_processes} (this one has the rank {rank})"
+            f"{BACKEND}: {parallel.sizes_in_words(' and ')} need {size} processes, or a multiple "
+            f"of that, but there are {num_processes} (this one has the rank {rank})"
         )
     on_machine = _number("LOCAL_WORLD_SIZE", num_processes)
     return replace(

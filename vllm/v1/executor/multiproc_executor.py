@@ -135,8 +135,7 @@ class MultiprocExecutor(UniProcExecutor):
         parallel = self._config.parallel_config
         if not (meet_ranks.is_overridden("cpu") or platform.machine() in ("x86_64", "AMD64")):
             raise ValueError(
-                f"tensor_parallel_size={parallel.tensor_parallel_size}, pipeline_parallel_size="
-                f"{parallel.pipeline_parallel_size}: on {platform.machine()} ranks need this "
+                f"{parallel.sizes_in_words(', ')}: on {platform.machine()} ranks need this "
                 "package's compiled kernels; use 1"
             )
         if parallel.nnodes > 1:
@@ -237,7 +236,7 @@ class MultiprocExecutor(UniProcExecutor):
         parallel = self._config.parallel_config
         ranks = [parallel.rank, *(other.rank for other in self._others)]
         return {
-            divmod(rank, parallel.tensor_parallel_size): metadata
+            divmod(rank, parallel.ranks_per_stage): metadata
             for rank, metadata in sorted(zip(ranks, (own, *others), strict=True))
             if metadata is not None
         }

@@ -28,7 +28,7 @@ class Place(NamedTuple):
 
 def places_of(parallel: ParallelConfig) -> Iterator[Place]:
     """Yield all connections of an engine, in an order that all processes have."""
-    size, last = parallel.tensor_parallel_size, parallel.driver_rank
+    size, last = parallel.ranks_per_stage, parallel.driver_rank
     for first in range(0, last + 1, size) if size > 1 else ():
         yield Place("stage", tuple(range(first, first + size)))
     for rank in range(last):
@@ -41,13 +41,13 @@ def connect(
     parallel: ParallelConfig, make: Callable[[Place], DirectCommunicator]
 ) -> tuple[GroupCoordinator, PipelineLinks]:
     """Return the group of the stage's ranks and the links to other stages, both new."""
-    rank, size = parallel.rank, parallel.tensor_parallel_size
+    rank, size = parallel.rank, parallel.ranks_per_stage
     made = {place: make(place) for place in places_of(parallel) if rank in place.ranks}
     links = {place: Link(one) for place, one in made.items() if place.kind != "stage"}
     tokens = [(place.ranks, link) for place, link in links.items() if place.kind == "tokens"]
     group = next((one for place, one in made.items() if place.kind == "stage"), None)
-    context = parallel.decode_context_parallel_size
-    return GroupCoordinator(rank % size, size, group, context), PipelineLinks(
+    context = parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size
+    return GroupCoordinator(rank % size, size, group, *context), PipelineLinks(
         parallel.stage,
         parallel.pipeline_parallel_size,
         links.get(Place("stream", (rank - size, rank))),

@@ -172,7 +172,7 @@ class GPUModelRunner:
         )
         self._check_spread()
         if parallel.shares_tokens:
-            check_shares_tokens(self.model)
+            check_shares_tokens(self.model, parallel.option_to_share)
         self.sampler = StepSampler(
             self.model.compute_logits,
             self.device,
@@ -652,7 +652,8 @@ class GPUModelRunner:
     @cached_property
     def hook_points(self) -> HookPoints:
         """The places inside the model whose values requests can ask for."""
-        return find_hook_points(self.model, self.vllm_config.model_config)
+        are_shares = self.vllm_config.parallel_config.prefill_context_parallel_size > 1
+        return find_hook_points(self.model, self.vllm_config.model_config, are_shares=are_shares)
 
     def _head_input(self, hidden: torch.Tensor) -> torch.Tensor:
         model = self.model

@@ -128,10 +128,10 @@ class Pipeline:
     def __init__(self, vllm_config: VllmConfig) -> None:
         parallel = vllm_config.parallel_config
         self.stage = vllm_config.model_config.stage_of(parallel)
-        self.relays = not self.stage.is_last and parallel.rank % parallel.tensor_parallel_size == 0
+        self.relays = not self.stage.is_last and parallel.rank % parallel.ranks_per_stage == 0
         """True if this process hands on what requests keep: the first of a stage does."""
         self.kept = KeptOfRequests(vllm_config)
-        self.knows_kept = self.relays or parallel.tensor_parallel_size > 1
+        self.knows_kept = self.relays or parallel.ranks_per_stage > 1
 
     def reads_embeddings(self, model: Any) -> bool:
         """Return whether the stage's part of the model begins with embeddings."""
@@ -185,7 +185,7 @@ def pool_share(vllm_config: VllmConfig, layout: PoolLayout) -> float:
     parallel, model_config = vllm_config.parallel_config, vllm_config.model_config
     most = 0.0
     for number in range(parallel.pipeline_parallel_size):
-        rank = replace(parallel, rank=number * parallel.tensor_parallel_size)
+        rank = replace(parallel, rank=number * parallel.ranks_per_stage)
         stage = model_config.stage_of(rank)
         own = range(stage.first_layer, stage.end_layer)
         for group in layout.groups:
