@@ -75,7 +75,6 @@ class AsyncLLM(AsyncExtraction, AsyncWorkerCalls):
             for started in self._handles:
                 started.end()
             raise
-        self.stats = EngineStats()
         self.started = CoreStarted()
         self.on_stats: list[Callable[[EngineStats], None]] = []
         """Called with the statistics of every step."""
@@ -165,7 +164,8 @@ class AsyncLLM(AsyncExtraction, AsyncWorkerCalls):
         parallel = self.vllm_config.parallel_config
         size = parallel.data_parallel_size
         names = [f"engine {number} of {size}" for number in parallel.engines_served]
-        return CoreGroup(names, self._handles, self._take_report, self._die)
+        balancing = parallel.data_parallel_balancing
+        return CoreGroup(names, self._handles, self._take_report, self._die, balancing)
 
     def _check_loop(self) -> None:
         """Raise RuntimeError if the engine was started in another event loop."""
@@ -204,6 +204,11 @@ class AsyncLLM(AsyncExtraction, AsyncWorkerCalls):
         for stream in self._streams.values():
             stream.put(EngineDeadError(reason))
         self._streams.clear()
+
+    @property
+    def stats(self) -> EngineStats:
+        """The state of the engine after its last steps; counts are since the start."""
+        return EngineStats() if self._client is None else self._client.stats
 
     @property
     def errored(self) -> bool:
@@ -425,9 +430,8 @@ class AsyncLLM(AsyncExtraction, AsyncWorkerCalls):
         await self._client.send(ResetPrefixCache(reset_connector))
 
     def _take_report(self, report: CoreReport) -> None:
-        self.stats = report.stats
         for listener in self.on_stats:
-            listener(report.stats)
+            listener(self.stats)
         events = events_from_message(report.kv_cache_events) if self.on_kv_cache_events else []
         self._notify_listeners(report.kv_connector_stats, events)
         for core_id, failure in report.rejected.items():

@@ -207,6 +207,7 @@ class NodeOfEngines(Node):
             commands=SocketPlace(*message["commands"]),
             reports=SocketPlace(*message["reports"]),
             log_format=log_format(),
+            mark=message["mark"],
         )
         with suppress(BrokenPipeError):  # its end is reported
             self._children[number].send(settings)
