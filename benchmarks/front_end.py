@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,6 @@ import uvloop
 import zmq
 
 from vllm import SamplingParams
-from vllm.utils.stop_watch import StopWatch
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.engine.core_client import AnyCoreHandle
 from vllm.v1.engine.core_group import CoreGroup
@@ -67,8 +66,8 @@ class SimulatedCore(AnyCoreHandle):
     async def beginning(self) -> AsyncGenerator[None, None]:
         yield
 
-    def make_stop_watch(self) -> StopWatch | None:
-        return None
+    def make_stop_watch(self) -> Callable[[], bool]:
+        return lambda: False
 
     def end(self, grace_seconds: float = 0.0) -> None:
         pass

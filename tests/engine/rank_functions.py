@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from vllm.distributed.parallel_state import (
     get_world_group,
 )
 from vllm.model_executor.layers.attention import spread_attention
-from vllm.v1.worker import step_adapters
+from vllm.v1.worker import step_adapters, weight_updates
 
 
 def poison(worker: Any) -> None:
@@ -159,3 +160,16 @@ def _layers(worker: Any) -> Any:
 def has_computed(worker: Any) -> bool:
     """Return whether the pool has keys and values of some token, besides those of warming up."""
     return bool(worker.model_runner.pool[1:].any())
+
+
+def hide_files_from(worker: Any, process: int, folder: str) -> None:
+    """Let one process find no weights in a folder, as on a machine that does not have it."""
+    find = weight_updates.find_weight_files
+
+    def find_others(path: Path, load_format: str) -> list[Path]:
+        if str(path) == folder:
+            raise ValueError(f"{folder} is not here")
+        return find(path, load_format)
+
+    if os.getpid() == process:
+        weight_updates.find_weight_files = find_others

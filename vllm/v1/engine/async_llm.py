@@ -338,6 +338,9 @@ class AsyncLLM(AsyncExtraction, AsyncWorkerCalls):
         TimeoutError: there was no answer in ``timeout`` seconds; the call goes on. ValueError: the
         worker raised it, or the call cannot be sent to another process.
         """
+        if method == "reload_weights" and len(self._handles) > 1:
+            # A checkpoint that only some engines can read must not leave them with different ones.
+            await self.collective_rpc("check_weights", timeout, args, kwargs)
         call = pickled(WorkerCall(method, args, kwargs or {}))
         return await self._call(lambda number: CallWorkers(number, call), timeout)
 

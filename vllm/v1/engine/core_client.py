@@ -67,8 +67,8 @@ class AnyCoreHandle(ABC):
         """
 
     @abstractmethod
-    def make_stop_watch(self) -> StopWatch | None:
-        """Return what notices that a signal has stopped the process; None: nothing can."""
+    def make_stop_watch(self) -> Callable[[], bool]:
+        """Return what says whether a signal has stopped the process for a while."""
 
     @abstractmethod
     def end(self, grace_seconds: float = 0.0) -> None:
@@ -116,8 +116,8 @@ class CoreHandle(ChildProcess, AnyCoreHandle):
         """Do nothing: it begins when it gets its config."""
         yield
 
-    def make_stop_watch(self) -> StopWatch:
-        return StopWatch("the engine core", self.pid)
+    def make_stop_watch(self) -> Callable[[], bool]:
+        return StopWatch("the engine core", self.pid).check
 
 
 class AsyncCoreClient:
@@ -237,10 +237,11 @@ class AsyncCoreClient:
         self.stats = msgspec.structs.replace(self.stats, **gone)
 
     async def _watch_for_stops(self) -> None:
-        watch = self._handle.make_stop_watch()
-        while watch is not None and self._handle.is_alive:
-            self.is_stopped = watch.check()
+        is_stopped = self._handle.make_stop_watch()
+        while self._handle.is_alive:
+            self.is_stopped = is_stopped()
             await asyncio.sleep(STOP_POLL_SECONDS)
+        self.is_stopped = False
 
     def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
         message = self._handle.wait_for_end()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import pickle
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from tempfile import NamedTemporaryFile
 from typing import TYPE_CHECKING, Any
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     import zmq
 
     from vllm.config import VllmConfig
-    from vllm.utils.stop_watch import StopWatch
 
 
 def remote_cores(config: VllmConfig) -> list[RemoteCoreHandle]:
@@ -92,8 +91,9 @@ class RemoteCoreHandle(AnyCoreHandle):
             self._meeting.links[self._number].send(message, pickle.dumps(self._config))
             yield
 
-    def make_stop_watch(self) -> StopWatch | None:
-        return None
+    def make_stop_watch(self) -> Callable[[], bool]:
+        link = self._meeting.links[self._number]
+        return lambda: self._number in link.stopped
 
     def end(self, grace_seconds: float = 0.0) -> None:
         self._meeting.end(grace_seconds)
