@@ -25,6 +25,7 @@ import zmq
 
 from vllm import SamplingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
+from vllm.v1.engine.core_balancer import BALANCERS
 from vllm.v1.engine.core_client import AnyCoreHandle
 from vllm.v1.engine.core_group import CoreGroup
 from vllm.v1.engine.core_messages import (
@@ -118,7 +119,11 @@ def simulated_cores(num_engines: int) -> Iterator[list[SimulatedCore]]:
 
 
 async def measure(
-    cores: list[SimulatedCore], num_requests: int, num_in_flight: int, num_tokens: int
+    cores: list[SimulatedCore],
+    num_requests: int,
+    num_in_flight: int,
+    num_tokens: int,
+    balancing: str = "least-loaded",
 ) -> tuple[float, float]:
     """Return the seconds that all requests took, and those of this process's CPU time."""
     finished: dict[str, asyncio.Event] = {}
@@ -128,7 +133,7 @@ async def measure(
             finished.pop(output.request_id).set()
 
     names = [f"engine {number}" for number in range(len(cores))]
-    group = CoreGroup(names, cores, take_report, print)
+    group = CoreGroup(names, cores, take_report, print, balancing)
     await group.start()
     numbers = iter(range(num_requests))
     params, prompt = SamplingParams(max_tokens=1), list(range(1000, 1000 + num_tokens))
@@ -156,13 +161,14 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=100_000)
     parser.add_argument("--in-flight", type=int, default=2048)
     parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--balancing", default="least-loaded", choices=[*BALANCERS])
     parser.add_argument("--simulate", type=Path)
     args = parser.parse_args()
     if args.simulate is not None:
         simulate_engines(args.simulate, args.engines)
         return
     with simulated_cores(args.engines) as cores:
-        work = measure(cores, args.requests, args.in_flight, args.tokens)
+        work = measure(cores, args.requests, args.in_flight, args.tokens, args.balancing)
         wall, cpu = uvloop.run(work)
     per_second, per_cpu_second = args.requests / wall, args.requests / cpu
     print(

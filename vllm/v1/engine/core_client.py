@@ -231,11 +231,6 @@ class AsyncCoreClient:
         self.stats = report.stats
         self._on_report(report)
 
-    def clear_gauges(self) -> None:
-        """Take in that the core has ended: what it counted stays, but it has no requests."""
-        gone = {"num_running": 0, "num_waiting": 0, "kv_cache_usage": 0.0, "bytes_in_flight": 0}
-        self.stats = msgspec.structs.replace(self.stats, **gone)
-
     async def _watch_for_stops(self) -> None:
         is_stopped = self._handle.make_stop_watch()
         while self._handle.is_alive:

@@ -12,6 +12,7 @@ import pickle
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
+import msgspec
 import zmq
 import zmq.asyncio
 
@@ -38,6 +39,10 @@ logger = init_logger(__name__)
 
 SOCKETS_PER_CORE = 8
 """Room for the sockets of a core, and for those that zmq needs itself."""
+MOST_THREADS = 4
+"""Threads that copy messages, of which those with rows are large."""
+GONE = {"num_running": 0, "num_waiting": 0, "kv_cache_usage": 0.0, "bytes_in_flight": 0}
+"""State of a core that has ended; what it counted stays."""
 
 
 class CoreGroup:
@@ -52,7 +57,8 @@ class CoreGroup:
         balancing: str = "least-loaded",
     ) -> None:
         self._names, self._on_report, self._on_death = names, on_report, on_death
-        self._context: zmq.asyncio.Context = zmq.asyncio.Context()
+        num_threads = min(len(handles), MOST_THREADS)
+        self._context: zmq.asyncio.Context = zmq.asyncio.Context(num_threads)
         self._context.set(zmq.MAX_SOCKETS, SOCKETS_PER_CORE * len(handles))
         self._clients = [
             AsyncCoreClient(
@@ -73,7 +79,10 @@ class CoreGroup:
     @property
     def stats(self) -> EngineStats:
         """The sum of the counts of all cores; the usage of pools is the mean of those that run."""
-        all_stats = [client.stats for client in self._clients]
+        all_stats = [
+            client.stats if core in self._alive else msgspec.structs.replace(client.stats, **GONE)
+            for core, client in enumerate(self._clients)
+        ]
         names = EngineStats.__struct_fields__
         total = {name: sum(getattr(one, name) for one in all_stats) for name in names}
         total["kv_cache_usage"] /= max(1, len(self._alive))
@@ -194,7 +203,6 @@ class CoreGroup:
         for output in outputs:
             output.end(FinishReason.ERROR, None, failure)
         self._forget(request_ids)
-        self._clients[core].clear_gauges()
         for number, by_core in self._answers.items():
             if core in by_core and by_core[core] is None:
                 by_core[core] = CallAnswer(number, failure=failure)
