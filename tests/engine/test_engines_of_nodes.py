@@ -4,6 +4,7 @@ are each one of several engines."""
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import signal
@@ -11,6 +12,7 @@ import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,8 @@ from vllm.v1.engine import core_client, node_process
 from vllm.v1.engine.core_group import CoreGroup
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.node_process import run_node
+from vllm.v1.executor.node_links import MeetingPlace, authenticate, connection_over, receive
+from vllm.v1.executor.node_meeting import NodeMeeting
 
 Checkpoint = Callable[..., Path]
 CORE = "vllm.v1.engine.core_process"
@@ -316,6 +320,41 @@ def test_a_port_that_is_taken(checkpoint: Checkpoint) -> None:
         with pytest.raises(ValueError, match=f"data_parallel_rpc_port={port} is in use at 127.0"):
             AsyncLLM.from_engine_args(AsyncEngineArgs(str(checkpoint("llama")), **options))
     assert not cores()
+
+
+def test_who_comes_to_a_meeting() -> None:
+    """Others than a node, a node twice, and one that is late are refused, and nobody waits."""
+    place = MeetingPlace("127.0.0.1", get_open_port(), "127.0.0.1", ("address", "port"))
+    meeting = NodeMeeting(place, "data_parallel_size=2", "engine", [1], {"a": "1"}, 30.0)
+
+    def connect() -> Connection:
+        return connection_over(socket.create_connection((place.host, place.port)))
+
+    def say(connection: Connection, message: Any) -> None:
+        authenticate(connection, is_engine=False)
+        connection.send_bytes(json.dumps(message).encode())
+
+    hello = {"members": [1], "noun": "engine", "host": "there", "terms": {"a": "1"}}
+    for message in ("nothing", {"members": "x"}, {**hello, "terms": 3}):
+        stranger = connect()
+        say(stranger, message)
+        with pytest.raises(EOFError):
+            receive(stranger)
+    assert not meeting.is_complete()
+    late, first, second = connect(), connect(), connect()
+    say(first, hello)
+    meeting.wait()
+    say(second, hello)
+    refusal = receive(second)["error"]
+    assert refusal == "data_parallel_size=2: engine 1: not awaited, or there already"
+    with ThreadPoolExecutor(1) as pool:
+        ending = pool.submit(meeting.end, 0.0)
+        assert receive(first) == {"end": 0.0}
+        first.close()
+        ending.result(30)
+    assert meeting.links[1].ending(1) == "the node of engine 1 (there) has gone, with engine 1"
+    say(late, hello)
+    assert receive(late) == {"error": "data_parallel_size=2: node 0 has ended"}
 
 
 def test_places_of_engines() -> None:
