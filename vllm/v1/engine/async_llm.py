@@ -121,10 +121,15 @@ class AsyncLLM(AsyncExtraction, AsyncWorkerCalls):
         if not parallel.engines_here:
             first.end()
             return remote
-        for number, handle in zip(parallel.engines_here, here, strict=True):
-            config = copy.copy(vllm_config)
-            config.parallel_config = replace(parallel, data_parallel_rank=number)
-            handle.configure(config)
+        try:
+            for number, handle in zip(parallel.engines_here, here, strict=True):
+                config = copy.copy(vllm_config)
+                config.parallel_config = replace(parallel, data_parallel_rank=number)
+                handle.configure(config)
+        except BaseException:
+            for one in (*here, *remote):
+                one.end()
+            raise
         return [*here, *remote]
 
     @classmethod
