@@ -357,6 +357,33 @@ def test_who_comes_to_a_meeting() -> None:
     assert receive(late) == {"error": "data_parallel_size=2: node 0 has ended"}
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"data_parallel_size_local": 0}, "headless with data_parallel_size_local=0: .* nothing"),
+        ({"data_parallel_rank": 1}, "headless with data_parallel_external_lb: each of its"),
+        (
+            {"data_parallel_hybrid_lb": True, "data_parallel_size_local": 1},
+            "headless with data_parallel_hybrid_lb: each of its servers has a front end",
+        ),
+        ({"data_parallel_address": "8.8.8.8"}, "data_parallel_address='8.8.8.8' is the public"),
+    ],
+)
+def test_nodes_that_cannot_be(
+    checkpoint: Checkpoint, options: dict[str, Any], message: str
+) -> None:
+    args = AsyncEngineArgs(str(checkpoint("llama")), data_parallel_size=2, **options)
+    with pytest.raises(ValueError, match=message):
+        run_node(args.create_engine_config())
+
+
+def test_programs_and_nodes(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_DP_SIZE", "2")
+    config = AsyncEngineArgs(str(checkpoint("llama"))).create_engine_config()
+    with pytest.raises(ValueError, match="headless with VLLM_DP_SIZE, which is for programs"):
+        run_node(config)
+
+
 def test_places_of_engines() -> None:
     """The shares of a machine's cores count its own engines alone."""
     for options, here, served, place in (

@@ -203,6 +203,8 @@ class NodeOfEngines(Node):
         for name in ("data_parallel_hybrid_lb", "data_parallel_external_lb"):
             if getattr(parallel, name):
                 raise ValueError(f"headless with {name}: each of its servers has a front end")
+        if parallel.is_offline_engine:
+            raise ValueError("headless with VLLM_DP_SIZE, which is for programs; unset it")
         if not parallel.engines_here:
             raise ValueError("headless with data_parallel_size_local=0: there is nothing to run")
         place = MeetingPlace.of_engines(parallel)
