@@ -11,7 +11,7 @@ import signal
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -157,6 +157,10 @@ def test_ends(checkpoint: Checkpoint, tmp_path: Path, way: str) -> None:
                 await until_busy(llm, 2, 3)
                 second.kill()
                 failed = [one for one in await task if isinstance(one, FailedSample)]
+                for pid in pids[2:]:
+                    with suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGCONT)  # they end with their node
+                wait_until(lambda: not any(map(psutil.pid_exists, pids[2:])))
                 gone = r"engine [23] of 4: the node of engines 2, 3 \(.+\) has gone"
                 assert failed
                 assert all(re.search(gone, one.reason) for one in failed)
