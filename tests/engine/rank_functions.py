@@ -22,7 +22,7 @@ from vllm.model_executor.layers import shared_tokens
 from vllm.model_executor.layers.attention import spread_attention
 from vllm.model_executor.layers.fused_moe import Experts
 from vllm.model_executor.models import decoder_block, decoder_loop, decoder_model
-from vllm.v1.worker import step_adapters
+from vllm.v1.worker import step_adapters, weight_updates
 
 _MAKE_SHARES: tuple[Any, Any] = (
     shared_tokens.own_tokens,
@@ -236,3 +236,16 @@ def _layers(worker: Any) -> Any:
 def has_computed(worker: Any) -> bool:
     """Return whether the pool has keys and values of some token, besides those of warming up."""
     return bool(worker.model_runner.pool[1:].any())
+
+
+def hide_files_from(worker: Any, process: int, folder: str) -> None:
+    """Let one process find no weights in a folder, as on a machine that does not have it."""
+    find = weight_updates.find_weight_files
+
+    def find_others(path: Path, load_format: str) -> list[Path]:
+        if str(path) == folder:
+            raise ValueError(f"{folder} is not here")
+        return find(path, load_format)
+
+    if os.getpid() == process:
+        weight_updates.find_weight_files = find_others

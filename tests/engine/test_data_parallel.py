@@ -91,6 +91,7 @@ def test_an_engine_that_ends_takes_only_its_requests(checkpoint: Checkpoint) -> 
         async with two_engines(checkpoint("llama")) as llm:
             expected = await rows(llm)
             first, second = (handle.pid for handle in llm._handles)
+            before = llm.stats
             os.kill(first, signal.SIGSTOP)  # its requests stay under way
             found = llm.extract(PROMPTS, layers=[0, 3, "norm"], on_error="yield")
             task = asyncio.create_task(all_of(found))
@@ -106,6 +107,10 @@ def test_an_engine_that_ends_takes_only_its_requests(checkpoint: Checkpoint) -> 
                 if not isinstance(one, FailedSample):
                     assert torch.equal(one.hidden_states, whole)
             await llm.check_health()
+            assert llm.stats.num_prompt_tokens >= before.num_prompt_tokens > 0
+            async with asyncio.timeout(30):
+                while llm.stats.num_running or llm.stats.num_waiting:
+                    await asyncio.sleep(0.01)
             assert all(map(torch.equal, await rows(llm), expected))
             assert await llm.collective_rpc(rank_functions.pid) == [second]
             os.kill(second, signal.SIGKILL)

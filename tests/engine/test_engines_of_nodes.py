@@ -4,22 +4,25 @@ are each one of several engines."""
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import signal
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tests.engine import rank_functions
-from tests.engine.harness import engine
+from tests.engine.harness import engine, extraction_config, greedy
 from tests.engine.test_data_parallel import OPTIONS, PROMPTS, all_of, rows, tokens
 from tests.engine.test_nodes import ended, node
 from tests.engine.test_ranks import wait_until
@@ -29,10 +32,14 @@ from vllm import LLM, AsyncEngineArgs, AsyncLLM
 from vllm.config import ParallelConfig
 from vllm.exceptions import FailureKind
 from vllm.hidden_states import FailedSample
+from vllm.utils import stop_watch
 from vllm.utils.network_utils import get_open_port
+from vllm.v1.engine import core_client, node_process
 from vllm.v1.engine.core_group import CoreGroup
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.node_process import run_node
+from vllm.v1.executor.node_links import MeetingPlace, authenticate, connection_over, receive
+from vllm.v1.executor.node_meeting import NodeMeeting
 
 Checkpoint = Callable[..., Path]
 CORE = "vllm.v1.engine.core_process"
@@ -73,7 +80,7 @@ def node_thread(checkpoint: Path, options: dict[str, Any]) -> Iterator[Future[in
 async def until_busy(llm: AsyncLLM, *numbers: int) -> None:
     group = llm._client
     assert isinstance(group, CoreGroup)
-    while not all(group._requests[number] for number in numbers):
+    while not all(group._loads[number] for number in numbers):
         await asyncio.sleep(0.01)
 
 
@@ -82,8 +89,13 @@ def expected_rows(checkpoint: Path) -> list[torch.Tensor]:
         return [one.hidden_states for one in llm.extract(PROMPTS, layers=[0, 3, "norm"])]
 
 
-def test_an_engine_of_another_node(checkpoint: Checkpoint) -> None:
+def test_an_engine_of_another_node(
+    checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Values, calls, and what happens when it ends. The node's process is a thread of this one."""
+    monkeypatch.setattr(stop_watch, "STOPPED_SECONDS", 0.2)
+    for module in (core_client, node_process):
+        monkeypatch.setattr(module, "STOP_POLL_SECONDS", 0.05)
 
     async def run() -> None:
         async with front_end(folder, options) as llm:
@@ -94,10 +106,15 @@ def test_an_engine_of_another_node(checkpoint: Checkpoint) -> None:
             assert await llm.collective_rpc(rank_functions.has_computed) == [True, True]
             alone = await tokens(llm, 0)
             assert await asyncio.gather(*(tokens(llm, 0) for _ in range(4))) == [alone] * 4
+            await llm.collective_rpc(rank_functions.hide_files_from, args=(there, str(other)))
+            with pytest.raises(ValueError, match="other"):
+                await llm.update_weights(str(other))
+            assert all(map(torch.equal, await rows(llm), expected)), "no engine has taken them"
             os.kill(there, signal.SIGSTOP)  # its requests stay under way
             found = llm.extract(PROMPTS, layers=[0, 3, "norm"], on_error="yield")
             task = asyncio.create_task(all_of(found))
             await until_busy(llm, 1)
+            await asyncio.to_thread(wait_until, lambda: llm.is_stopped)
             os.kill(there, signal.SIGKILL)
             results = await task
             failed = [one for one in results if isinstance(one, FailedSample)]
@@ -106,10 +123,12 @@ def test_an_engine_of_another_node(checkpoint: Checkpoint) -> None:
                 assert one.failure.kind is FailureKind.ENGINE_DEAD
                 assert "engine 1 of 2: the process of engine 1 ended with status -9" in one.reason
             await llm.check_health()
+            await asyncio.to_thread(wait_until, lambda: not llm.is_stopped)
             assert all(map(torch.equal, await rows(llm), expected))
             assert await llm.collective_rpc(rank_functions.pid) == [here]
 
     folder, options = checkpoint("llama"), sizes()
+    other = make_checkpoint(tmp_path / "other", "llama", seed=77)
     expected = expected_rows(folder)
     with node_thread(folder, options) as status:
         asyncio.run(run())
@@ -138,6 +157,10 @@ def test_ends(checkpoint: Checkpoint, tmp_path: Path, way: str) -> None:
                 await until_busy(llm, 2, 3)
                 second.kill()
                 failed = [one for one in await task if isinstance(one, FailedSample)]
+                for pid in pids[2:]:
+                    with suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGCONT)  # they end with their node
+                wait_until(lambda: not any(map(psutil.pid_exists, pids[2:])))
                 gone = r"engine [23] of 4: the node of engines 2, 3 \(.+\) has gone"
                 assert failed
                 assert all(re.search(gone, one.reason) for one in failed)
@@ -227,6 +250,33 @@ def test_a_server_that_is_killed(checkpoint: Checkpoint, tmp_path: Path) -> None
 
 
 @pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("flags", "num_engines"),
+    [
+        (["--data-parallel-rank=2"], 1),
+        (["-dpl=2", "--data-parallel-start-rank=2", "--data-parallel-hybrid-lb"], 2),
+    ],
+)
+def test_servers_of_some_engines(
+    checkpoint: Checkpoint, flags: list[str], num_engines: int
+) -> None:
+    """Nobody waits for the others of the four."""
+    with (
+        serve(checkpoint("llama"), None, "-dp=4", *flags) as server,
+        server.client() as client,
+    ):
+        assert len(cores(server.process.pid)) == num_engines
+        body = {"prompt": [[5, 6, 7]] * 3, "max_tokens": 3, "temperature": 0}
+        answer = client.post("/v1/completions", json=body)
+        assert answer.status_code == 200, answer.text
+        assert len({choice["text"] for choice in answer.json()["choices"]}) == 1
+        metrics = client.get("/metrics").text
+        assert re.search(r'^vllm:prompt_tokens_total{engine="2",.*} 9.0$', metrics, re.MULTILINE)
+        server.signal(signal.SIGTERM)
+        assert server.wait() == 0
+
+
+@pytest.mark.exhaustive
 def test_a_node_whose_engine_cannot_start(checkpoint: Checkpoint, tmp_path: Path) -> None:
     folder, options = checkpoint("llama"), sizes()
     with node(folder, tmp_path / "log", other_node(options)) as process:
@@ -234,6 +284,35 @@ def test_a_node_whose_engine_cannot_start(checkpoint: Checkpoint, tmp_path: Path
             asyncio.run(starts(folder, {**options, "kv_cache_memory_bytes": 2**12}))
         assert ended(process) == 1
     assert not cores()
+
+
+@pytest.mark.exhaustive
+def test_files_of_an_engine_of_another_node(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """They are where the front end looks for them, and nothing else stays in the folder."""
+    folder, storage, options = checkpoint("llama"), tmp_path / "out", sizes()
+    extraction = extraction_config([0, 3, "norm"], storage)
+
+    async def run() -> None:
+        async with front_end(folder, options | extraction) as llm:
+            paths = []
+            for number in range(2):
+
+                async def ask(number: int = number) -> str:
+                    name = f"request {number}"
+                    outputs = [o async for o in llm.generate(PROMPTS[number], greedy(1), name)]
+                    return str(outputs[-1].kv_transfer_params["hidden_states_path"])
+
+                paths.append(ask())
+            found = [load_file(path)["hidden_states"] for path in await asyncio.gather(*paths)]
+            assert await llm.collective_rpc(rank_functions.has_computed) == [True, True]
+            assert all(map(torch.equal, found, expected))
+
+    expected = expected_rows(folder)[:2]
+    with node_thread(folder, options) as status:
+        asyncio.run(run())
+        assert status.result(30) == 0
+    assert len(list(storage.glob("*.safetensors"))) == 2
+    assert not list(storage.glob(".*"))
 
 
 def test_a_port_that_is_taken(checkpoint: Checkpoint) -> None:
@@ -245,6 +324,68 @@ def test_a_port_that_is_taken(checkpoint: Checkpoint) -> None:
         with pytest.raises(ValueError, match=f"data_parallel_rpc_port={port} is in use at 127.0"):
             AsyncLLM.from_engine_args(AsyncEngineArgs(str(checkpoint("llama")), **options))
     assert not cores()
+
+
+def test_who_comes_to_a_meeting() -> None:
+    """Others than a node, a node twice, and one that is late are refused, and nobody waits."""
+    place = MeetingPlace("127.0.0.1", get_open_port(), "127.0.0.1", ("address", "port"))
+    meeting = NodeMeeting(place, "data_parallel_size=2", "engine", [1], {"a": "1"}, 30.0)
+
+    def connect() -> Connection:
+        return connection_over(socket.create_connection((place.host, place.port)))
+
+    def say(connection: Connection, message: Any) -> None:
+        authenticate(connection, is_engine=False)
+        connection.send_bytes(json.dumps(message).encode())
+
+    hello = {"members": [1], "noun": "engine", "host": "there", "terms": {"a": "1"}}
+    for message in ("nothing", {"members": "x"}, {**hello, "terms": 3}):
+        stranger = connect()
+        say(stranger, message)
+        with pytest.raises(EOFError):
+            receive(stranger)
+    assert not meeting.is_complete()
+    late, first, second = connect(), connect(), connect()
+    say(first, hello)
+    meeting.wait()
+    say(second, hello)
+    refusal = receive(second)["error"]
+    assert refusal == "data_parallel_size=2: engine 1: not awaited, or there already"
+    with ThreadPoolExecutor(1) as pool:
+        ending = pool.submit(meeting.end, 0.0)
+        assert receive(first) == {"end": 0.0}
+        first.close()
+        ending.result(30)
+    assert meeting.links[1].ending(1) == "the node of engine 1 (there) has gone, with engine 1"
+    say(late, hello)
+    assert receive(late) == {"error": "data_parallel_size=2: node 0 has ended"}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"data_parallel_size_local": 0}, "headless with data_parallel_size_local=0: .* nothing"),
+        ({"data_parallel_rank": 1}, "headless with data_parallel_external_lb: each of its"),
+        (
+            {"data_parallel_hybrid_lb": True, "data_parallel_size_local": 1},
+            "headless with data_parallel_hybrid_lb: each of its servers has a front end",
+        ),
+        ({"data_parallel_address": "8.8.8.8"}, "data_parallel_address='8.8.8.8' is the public"),
+    ],
+)
+def test_nodes_that_cannot_be(
+    checkpoint: Checkpoint, options: dict[str, Any], message: str
+) -> None:
+    args = AsyncEngineArgs(str(checkpoint("llama")), data_parallel_size=2, **options)
+    with pytest.raises(ValueError, match=message):
+        run_node(args.create_engine_config())
+
+
+def test_programs_and_nodes(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_DP_SIZE", "2")
+    config = AsyncEngineArgs(str(checkpoint("llama"))).create_engine_config()
+    with pytest.raises(ValueError, match="headless with VLLM_DP_SIZE, which is for programs"):
+        run_node(config)
 
 
 def test_places_of_engines() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -46,6 +46,9 @@ class ParallelConfig:
     data_parallel_hybrid_lb: Annotated[bool, Option(short_flag="-dph")] = False
     """Serve this machine's engines alone here: data_parallel_size_local from
     data_parallel_start_rank on. Other machines have servers of their own."""
+    data_parallel_balancing: Literal["least-loaded", "prefix"] = "least-loaded"
+    """Engine that gets a request: the one with the fewest; or the one that got the longest prefix
+    of its prompt before, unless that has more than twice as many requests as another, and 4."""
     data_parallel_backend: Annotated[str, Option(short_flag="-dpb", supported=("mp",))] = "mp"
     """Way of starting the engines: "mp", by this package's own processes."""
     decode_context_parallel_size: Annotated[int, Field(ge=1), Option(short_flag="-dcp")] = 1

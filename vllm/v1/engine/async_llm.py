@@ -79,7 +79,6 @@ class AsyncLLM(AsyncExtraction, AsyncWorkerCalls):
             for started in self._handles:
                 started.end()
             raise
-        self.stats = EngineStats()
         self.started = CoreStarted()
         self.on_stats: list[Callable[[EngineStats], None]] = []
         """Called with the statistics of every step."""
@@ -128,13 +127,18 @@ class AsyncLLM(AsyncExtraction, AsyncWorkerCalls):
         if not parallel.engines_here:
             first.end()
             return remote
-        for number, handle in zip(parallel.engines_here, here, strict=True):
-            config = copy.copy(vllm_config)
-            paths = () if engine_files is None else engine_files.paths
-            config.parallel_config = replace(
-                parallel, data_parallel_rank=number, engine_files=paths
-            )
-            handle.configure(config)
+        try:
+            for number, handle in zip(parallel.engines_here, here, strict=True):
+                config = copy.copy(vllm_config)
+                paths = () if engine_files is None else engine_files.paths
+                config.parallel_config = replace(
+                    parallel, data_parallel_rank=number, engine_files=paths
+                )
+                handle.configure(config)
+        except BaseException:
+            for one in (*here, *remote):
+                one.end()
+            raise
         return [*here, *remote]
 
     @classmethod
@@ -174,7 +178,9 @@ class AsyncLLM(AsyncExtraction, AsyncWorkerCalls):
         parallel = self.vllm_config.parallel_config
         size = parallel.data_parallel_size
         names = [f"engine {number} of {size}" for number in parallel.engines_served]
-        return CoreGroup(names, self._handles, self._take_report, self._die, self._engine_files)
+        balancing = parallel.data_parallel_balancing
+        reports = (self._take_report, self._die)
+        return CoreGroup(names, self._handles, *reports, balancing, self._engine_files)
 
     def _check_loop(self) -> None:
         """Raise RuntimeError if the engine was started in another event loop."""
@@ -213,6 +219,11 @@ class AsyncLLM(AsyncExtraction, AsyncWorkerCalls):
         for stream in self._streams.values():
             stream.put(EngineDeadError(reason))
         self._streams.clear()
+
+    @property
+    def stats(self) -> EngineStats:
+        """The state of the engine after its last steps; counts are since the start."""
+        return EngineStats() if self._client is None else self._client.stats
 
     @property
     def errored(self) -> bool:
@@ -330,6 +341,10 @@ class AsyncLLM(AsyncExtraction, AsyncWorkerCalls):
         self._background.add(task)
         task.add_done_callback(self._background.discard)
 
+    @property
+    def _num_engines(self) -> int:
+        return len(self._handles)
+
     async def _call_workers(self, call: bytes) -> list[Any]:
         return await self._call(lambda number: CallWorkers(number, call))
 
@@ -419,9 +434,8 @@ class AsyncLLM(AsyncExtraction, AsyncWorkerCalls):
         await self._client.send(ResetPrefixCache(reset_connector))
 
     def _take_report(self, report: CoreReport) -> None:
-        self.stats = report.stats
         for listener in self.on_stats:
-            listener(report.stats)
+            listener(self.stats)
         events = events_from_message(report.kv_cache_events) if self.on_kv_cache_events else []
         self._notify_listeners(report.kv_connector_stats, events)
         for core_id, failure in report.rejected.items():

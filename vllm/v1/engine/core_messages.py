@@ -1,6 +1,6 @@
 """Messages between the front end and the engine core's process, as msgpack.
 
-The core receives one :class:`CoreCommand` per message. It sends one :class:`CoreStarted`,
+The core receives lists of :class:`CoreCommand`. It sends one :class:`CoreStarted`,
 then one :class:`CoreReport` per step.
 """
 
@@ -105,6 +105,11 @@ CoreCommand = (
     | TakePart
     | Shutdown
 )
+
+
+def joined(commands: Sequence[bytes]) -> bytes:
+    """Make one message, a list, of encoded commands."""
+    return b"\xdd" + len(commands).to_bytes(4, "big") + b"".join(commands)  # array 32 of msgpack
 
 
 class CallAnswer(msgspec.Struct):

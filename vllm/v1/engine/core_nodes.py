@@ -7,9 +7,14 @@ of the sockets of each of its engines. When the connection to the node ends, its
 from __future__ import annotations
 
 import asyncio
+import os
 import pickle
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from tempfile import NamedTemporaryFile
 from typing import TYPE_CHECKING, Any
 
+from vllm.distributed.kv_transfer.kv_connector.v1.storage_folder import storage_options
 from vllm.v1.engine.core_client import START_POLL_MILLISECONDS, AnyCoreHandle
 from vllm.v1.executor.node_links import MeetingPlace, SocketPlace
 from vllm.v1.executor.node_meeting import NodeMeeting
@@ -19,7 +24,6 @@ if TYPE_CHECKING:
     import zmq
 
     from vllm.config import VllmConfig
-    from vllm.utils.stop_watch import StopWatch
 
 
 def remote_cores(config: VllmConfig) -> list[RemoteCoreHandle]:
@@ -42,6 +46,21 @@ def remote_cores(config: VllmConfig) -> list[RemoteCoreHandle]:
     return [RemoteCoreHandle(meeting, config, number) for number in others]
 
 
+@contextmanager
+def _mark_of_folder(config: VllmConfig) -> Iterator[str | None]:
+    """Make a file in the folder for hidden states, by which engines know it; None: there is none.
+
+    ValueError: it cannot be written.
+    """
+    options = storage_options(config)
+    if options is None:
+        yield None
+        return
+    options.prepare_storage()
+    with NamedTemporaryFile(dir=options.shared_storage_path, prefix=".shared-") as file:
+        yield os.path.abspath(file.name)
+
+
 class RemoteCoreHandle(AnyCoreHandle):
     """The process of an engine core on another machine."""
 
@@ -61,16 +80,20 @@ class RemoteCoreHandle(AnyCoreHandle):
         for name, socket in (("commands", commands), ("reports", reports)):
             self._places[name] = SocketPlace.bind(socket, host)
 
-    async def begin(self) -> None:
+    @asynccontextmanager
+    async def beginning(self) -> AsyncGenerator[None, None]:
         """Wait for all nodes, then hand the config over."""
         while not self._meeting.is_complete():
             await asyncio.sleep(START_POLL_MILLISECONDS / 1000)
         self._meeting.stop_listening()
-        message = {"engine": self._number, **self._places}
-        self._meeting.links[self._number].send(message, pickle.dumps(self._config))
+        with _mark_of_folder(self._config) as mark:
+            message = {"engine": self._number, "mark": mark, **self._places}
+            self._meeting.links[self._number].send(message, pickle.dumps(self._config))
+            yield
 
-    def make_stop_watch(self) -> StopWatch | None:
-        return None
+    def make_stop_watch(self) -> Callable[[], bool]:
+        link = self._meeting.links[self._number]
+        return lambda: self._number in link.stopped
 
     def end(self, grace_seconds: float = 0.0) -> None:
         self._meeting.end(grace_seconds)

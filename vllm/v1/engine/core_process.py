@@ -7,9 +7,11 @@ travel over two zmq sockets in the folder, which only the user can enter, or of 
 from __future__ import annotations
 
 import contextlib
+import os
 import pickle
 import queue
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Iterable
@@ -76,6 +78,8 @@ class CoreSettings:
     commands: SocketPlace | None = None
     reports: SocketPlace | None = None
     """Sockets of a front end on another machine. None: those in the folder."""
+    mark: str | None = None
+    """A file that the front end has made in the folder to which this core writes hidden states."""
 
 
 class CoreProcess:
@@ -243,27 +247,33 @@ class CoreProcess:
             return CallAnswer(command.number, failure=Failure(kind, text))
 
 
-def _connect(socket: zmq.Socket[Any], local_address: str, place: SocketPlace | None) -> None:
+def _connect(end: zmq.Socket[Any], local_address: str, place: SocketPlace | None) -> None:
     if place is None:
-        socket.connect(local_address)
+        end.connect(local_address)
     else:
-        place.connect(socket)
+        place.connect(end)
 
 
-def _receive_commands(socket: zmq.Socket[bytes], process: CoreProcess) -> None:
-    decoder = msgspec.msgpack.Decoder(CoreCommand)
-    with socket, contextlib.suppress(zmq.ContextTerminated):
+def _receive_commands(commands: zmq.Socket[bytes], process: CoreProcess) -> None:
+    decoder = msgspec.msgpack.Decoder(list[CoreCommand])
+    with commands, contextlib.suppress(zmq.ContextTerminated):
         while True:
-            command = decoder.decode(socket.recv())
-            if isinstance(command, Shutdown):  # other processes of the engine may end before it
-                process.core.executor.is_closing = True
-            process.commands.put(command)
+            for command in decoder.decode(commands.recv()):
+                if isinstance(command, Shutdown):  # others of the engine may end before it
+                    process.core.executor.is_closing = True
+                process.commands.put(command)
 
 
 def _start_core(settings: CoreSettings) -> tuple[EngineCore | None, CoreStarted]:
     try:
         ModelRegistry.restore(settings.models)
         REGISTERED.update(settings.connectors)
+        if settings.mark is not None and not os.path.exists(settings.mark):
+            raise ValueError(
+                f"shared_storage_path={os.path.dirname(settings.mark)!r} is another folder on "
+                f"{socket.gethostname()} than on the front end's machine, so replies would name "
+                "files that are not there; use a folder that all machines share"
+            )
         core = EngineCore(settings.vllm_config)
     except ValueError as error:
         return None, CoreStarted(failure=Failure(FailureKind.BAD_REQUEST, str(error)))

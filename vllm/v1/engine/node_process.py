@@ -15,7 +15,7 @@ import socket
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import replace
 from multiprocessing import AuthenticationError
@@ -26,6 +26,7 @@ from vllm.config.connectors import REGISTERED
 from vllm.logger import init_logger, log_format
 from vllm.model_classes import ModelRegistry
 from vllm.utils.child_process import ChildProcess, private_folder
+from vllm.utils.stop_watch import StopWatch
 from vllm.v1.engine.core_process import CoreSettings
 from vllm.v1.executor.gloo_wiring import GlooWiring
 from vllm.v1.executor.node_links import (
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 RETRY_SECONDS = 0.2
+STOP_POLL_SECONDS = 5.0
 
 
 def run_node(config: VllmConfig) -> int:
@@ -115,13 +117,18 @@ class Node(ABC):
         """
         is_sending = threading.Lock()
 
+        def send(message: Any) -> None:
+            with is_sending:
+                connection.send_bytes(json.dumps(message).encode())
+
         def report(number: int, child: ChildProcess) -> None:
             status = child.wait()
-            with is_sending, suppress(OSError):
-                connection.send_bytes(json.dumps({"child": number, "status": status}).encode())
+            with suppress(OSError):
+                send({"child": number, "status": status})
 
         for number, child in self._children.items():
             threading.Thread(target=report, args=(number, child), daemon=True).start()
+        threading.Thread(target=self._watch_for_stops, args=(send,), daemon=True).start()
         while "end" not in (message := receive(connection)):
             if "error" in message:
                 raise ValueError(message["error"])
@@ -134,6 +141,18 @@ class Node(ABC):
         for child in self._children.values():
             child.end(message["end"])
         return 0 if message["end"] > 0 else 1  # no time to end: node 0 has failed
+
+    def _watch_for_stops(self, send: Callable[[Any], None]) -> None:
+        """Tell node 0 which children a signal has stopped, until they or the connection end."""
+        watches = {n: StopWatch(f"{self.noun} {n}", c.pid) for n, c in self._children.items()}
+        before: list[int] = []
+        with suppress(OSError):
+            while any(child.is_alive for child in self._children.values()):
+                stopped = [number for number, watch in watches.items() if watch.check()]
+                if stopped != before:
+                    send({"stopped": stopped})
+                before = stopped
+                time.sleep(STOP_POLL_SECONDS)
 
     def _adapted(self, leaders: VllmConfig) -> VllmConfig:
         """Return the config of node 0 with this node's checkpoint."""
@@ -184,6 +203,8 @@ class NodeOfEngines(Node):
         for name in ("data_parallel_hybrid_lb", "data_parallel_external_lb"):
             if getattr(parallel, name):
                 raise ValueError(f"headless with {name}: each of its servers has a front end")
+        if parallel.is_offline_engine:
+            raise ValueError("headless with VLLM_DP_SIZE, which is for programs; unset it")
         if not parallel.engines_here:
             raise ValueError("headless with data_parallel_size_local=0: there is nothing to run")
         place = MeetingPlace.of_engines(parallel)
@@ -207,6 +228,7 @@ class NodeOfEngines(Node):
             commands=SocketPlace(*message["commands"]),
             reports=SocketPlace(*message["reports"]),
             log_format=log_format(),
+            mark=message["mark"],
         )
         with suppress(BrokenPipeError):  # its end is reported
             self._children[number].send(settings)

@@ -155,7 +155,16 @@ class AsyncWorkerCalls(EngineFrontEnd, ABC):
         call = pickled(WorkerCall(method, args, kwargs or {}))
         is_update = method in _UPDATES and not self._is_in_update
         async with asyncio.timeout(timeout), self.weight_update() if is_update else nullcontext():
+            if method == "reload_weights" and self._num_engines > 1:
+                # One that some engines cannot read must not leave them with different ones.
+                check = WorkerCall("check_weights", args, kwargs or {})
+                await self._call_workers(pickled(check))
             return await self._call_workers(call)
+
+    @property
+    @abstractmethod
+    def _num_engines(self) -> int:
+        """Number of engines that are called."""
 
     @abstractmethod
     async def _call_workers(self, call: bytes) -> list[Any]:

@@ -128,6 +128,8 @@ class NodeLink:
         """noun: what the node's children are, "rank" or "engine"."""
         self.name, self._noun = name, noun
         self._connection = connection
+        self.stopped: set[int] = set()
+        """Children that a signal has stopped for a while."""
         self._endings: dict[int, str] = {}
         self._is_gone = False
         self._changed = threading.Condition()
@@ -138,6 +140,9 @@ class NodeLink:
             while True:
                 message = receive(self._connection)
                 with self._changed:
+                    if "stopped" in message:
+                        self.stopped = set(message["stopped"])
+                        continue
                     child = message["child"]
                     ending = ending_of(self._noun, child, message["status"])
                     self._endings[child] = f"{ending} on {self.name}"

@@ -82,6 +82,8 @@ class NodeMeeting:
     def end(self, grace_seconds: float) -> None:
         """Let the processes of all nodes end, and take no more in."""
         self.stop_listening()
+        with self._changed:
+            self._problem = self._problem or f"{self._option}: node 0 has ended"
         for link in dict.fromkeys(self.links.values()):
             link.end(grace_seconds)
 
@@ -112,8 +114,9 @@ class NodeMeeting:
 
     def _take_in(self, link: NodeLink, members: list[int], different: str) -> None:
         with self._changed:
-            if different:
+            if different and self._problem is None:
                 self._problem = f"{self._option}: nodes differ: {different}"
+            if self._problem is not None:
                 link.send({"error": self._problem})
             elif others := sorted(set(members) - self._missing):
                 problem = f"{self._option}: {self._named(others)}"

@@ -143,6 +143,11 @@ class Worker:
         self._check_weights_are_here()
         self._weights.load_folder(weights_path)
 
+    def check_weights(self, weights_path: str | None = None) -> None:
+        """Raise the ValueError of :meth:`reload_weights`, as far as names and shapes show it."""
+        self._check_weights_are_here()
+        self._weights.check_folder(weights_path)
+
     @torch.no_grad()
     def update_weights(self, weights: Mapping[str, torch.Tensor] | Named) -> list[str]:
         """Replace some weights, named as in the checkpoint; returns the parameters' names.
