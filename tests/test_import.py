@@ -11,6 +11,7 @@ from typing import get_type_hints
 import pytest
 
 import vllm
+from tests.models.checkpoints import make_checkpoint
 from vllm import envs
 from vllm.transformers_utils.lazy_modules import imported_later
 from vllm.utils.build_info import version_line
@@ -119,6 +120,21 @@ def test_reading_a_config_loads_no_compiler(tmp_path: Path) -> None:
     modules = modules_loaded_by(code)
     assert "transformers.models.llama.configuration_llama" in modules
     assert not {"torch._dynamo", "triton", "sympy", "torch.distributed.tensor"} & set(modules)
+
+
+def test_an_engine_starts_without_the_compiler(tmp_path: Path) -> None:
+    """Importing it takes longer than everything else in the start of a small model."""
+    make_checkpoint(tmp_path, "llama")
+    code = (
+        "from vllm import LLM\n"
+        f"llm = LLM({str(tmp_path)!r}, kv_cache_memory_bytes=2**22)\n"
+        "(sample,) = llm.extract([[1, 2, 3]], layers=[1])\n"
+        "assert sample.hidden_states.shape[0] == 3"
+    )
+    modules = set(modules_loaded_by(code))
+    assert "vllm.model_executor.models.llama" in modules
+    assert not {"torch._dynamo", "torch.fx.experimental.symbolic_shapes", "sympy"} & modules
+    assert not {"triton", "torch.distributed.tensor", "scipy", "pandas", "pyarrow"} & modules
 
 
 def test_what_a_config_does_not_import_is_there_when_it_is_used(tmp_path: Path) -> None:

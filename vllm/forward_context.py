@@ -145,6 +145,10 @@ class ForwardContext:
     """Adapters of the tokens; None: no token has one."""
     gathered_hooks: frozenset[str] = frozenset()
     """Hook points, by their first names, whose values all ranks have to gather."""
+    shared_tokens: int = 0
+    """Number of tokens of the pass if ranks share them between branches; 0: each has all."""
+    gathered_boundaries: frozenset[LayerId] = frozenset()
+    """Boundaries at which these ranks have to gather the stream."""
 
     @property
     def slot_mapping(self) -> dict[str, torch.Tensor]:
@@ -177,6 +181,11 @@ def current_rotary_positions() -> torch.Tensor | None:
 def current_adapters() -> RowAdapters | None:
     """Adapters of the rows in the pass that runs on this thread; None: there are none."""
     return None if _local.context is None else _local.context.adapters
+
+
+def current_shared_tokens() -> int:
+    """Number of tokens of the pass on this thread if ranks share them; 0: each rank has all."""
+    return 0 if _local.context is None else _local.context.shared_tokens
 
 
 def current_row_sink() -> RowSink | None:

@@ -259,7 +259,7 @@ def test_rows_do_not_share_the_table_of_spread_tokens() -> None:
     rows = HiddenStateCacheSpec(
         block_size=16, num_kv_heads=2, head_size=64, dtype=BF16, shares_table=True
     )
-    with pytest.raises(ValueError, match=r"disable_hybrid.*decode_context_parallel_size above 1"):
+    with pytest.raises(ValueError, match=r"disable_hybrid.*parallel_size or prefill"):
         plan_layout({"a": spread_spec(TokenSpread(2)), "rows": rows}, CacheConfig())
 
 

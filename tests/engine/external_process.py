@@ -23,8 +23,10 @@ from vllm import LLM
 def values(llm: LLM) -> dict[str, Any]:
     """Return the results that a process gets from an engine."""
     samples = results(llm)
+    in_fp8 = llm.extract(PROMPTS, layers=LAYERS, dtype="fp8")
     return {
         "rows": [sample.hidden_states for sample in samples],
+        "codes": [sample.hidden_states.view(torch.uint8) for sample in in_fp8],
         "activations": [sample.activations for sample in samples],
         "logprobs": [sample.top_logprobs for sample in samples],
         "tokens": tokens(llm, SAMPLED),
@@ -34,8 +36,9 @@ def values(llm: LLM) -> dict[str, Any]:
 def check_values(found: dict[str, Any], expected: dict[str, Any]) -> None:
     """Compare two results of :func:`values`, bit by bit."""
     assert found["tokens"] == expected["tokens"]
-    for ours, other in zip(found["rows"], expected["rows"], strict=True):
-        assert torch.equal(ours, other)
+    for name in ("rows", "codes"):
+        for ours, other in zip(found[name], expected[name], strict=True):
+            assert torch.equal(ours, other)
     for ours, other in zip(found["activations"], expected["activations"], strict=True):
         assert all(torch.equal(ours[name], other[name]) for name in other)
     for ours, other in zip(found["logprobs"], expected["logprobs"], strict=True):

@@ -5,23 +5,58 @@ from __future__ import annotations
 import math
 import os
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from vllm.distributed.parallel_state import (
-    get_dcp_group,
+    GroupCoordinator,
+    get_context_group,
     get_pp_group,
     get_tp_group,
     get_world_group,
 )
+from vllm.forward_context import current_shared_tokens
+from vllm.model_executor.layers import shared_tokens
 from vllm.model_executor.layers.attention import spread_attention
-from vllm.v1.worker import step_adapters
+from vllm.model_executor.layers.fused_moe import Experts
+from vllm.model_executor.models import decoder_block, decoder_loop, decoder_model
+from vllm.v1.worker import step_adapters, weight_updates
+
+_MAKE_SHARES: tuple[Any, Any] = (
+    shared_tokens.own_tokens,
+    GroupCoordinator.reduce_scatter_rows,
+)
 
 
 def poison(worker: Any) -> None:
     """Fill the pool of a rank with NaN."""
     worker.model_runner.pool.fill_(-1)
+
+
+def poison_padding(worker: Any, *, begins: bool = True) -> None:
+    """Fill rows of shared tokens that are behind the last token with NaN, until it ends."""
+
+    def poisoned(make: Any) -> Any:
+        def share(*args: torch.Tensor) -> torch.Tensor:
+            values, num_tokens = make(*args), current_shared_tokens()
+            if not num_tokens:
+                return values
+            ranks = shared_tokens.sharing_group()
+            behind = max(0, num_tokens - ranks.rank_in_group * ranks.share_of_rows(num_tokens))
+            values = values.clone()
+            values[behind:] = math.nan if values.is_floating_point() else 0
+            return values
+
+        return share
+
+    own_tokens, reduce = _MAKE_SHARES
+    if begins:
+        own_tokens, reduce = poisoned(own_tokens), poisoned(reduce)
+    for module in (shared_tokens, decoder_block, decoder_loop, decoder_model):
+        vars(module)["own_tokens"] = own_tokens
+    GroupCoordinator.reduce_scatter_rows = reduce
 
 
 def pid(worker: Any) -> int:
@@ -40,8 +75,8 @@ def groups(worker: Any) -> tuple[tuple[int, int], ...]:
 
 
 def context_group(worker: Any) -> tuple[int, int, float]:
-    """Rank and size of the group that shares tokens, and a sum over it."""
-    group = get_dcp_group()
+    """Rank and size of the group that spreads cached tokens, and a sum over it."""
+    group = get_context_group()
     total = float(group.all_reduce(torch.ones(1)))
     return group.rank_in_group, group.world_size, total
 
@@ -56,6 +91,30 @@ def set_part_bytes(worker: Any, num_bytes: int) -> int:
 def parameter_bytes(worker: Any) -> int:
     parameters = worker.model_runner.model.parameters()
     return sum(one.nbytes for one in parameters if not one.is_meta)
+
+
+def own_bytes(worker: Any) -> int:
+    """Memory of this process that belongs to no file and that no other process has."""
+    text = Path("/proc/self/smaps_rollup").read_text(encoding="ascii")
+    return sum(int(line.split()[1]) * 1024 for line in text.splitlines() if "Pss_Anon:" in line)
+
+
+def note_steps(worker: Any) -> None:
+    """Note from now on when this rank begins with a step."""
+    runner = worker.model_runner
+    execute_model, worker.step_times = runner.execute_model, []
+
+    def noted(scheduled: Any) -> Any:
+        if scheduled.total_num_scheduled_tokens:
+            worker.step_times.append(time.monotonic())
+        return execute_model(scheduled)
+
+    runner.execute_model = noted
+
+
+def noted_steps(worker: Any) -> list[float]:
+    times: list[float] = worker.step_times
+    return times
 
 
 def count_layers(worker: Any) -> None:
@@ -92,6 +151,24 @@ def fail_in_next_pass(
         raise error("planted")
 
     handle = layer.register_forward_pre_hook(fail)
+
+
+def fail_on_engine(worker: Any, engine: int, rank_in_engine: int = 0) -> None:
+    """Let one rank of one engine raise in its next pass."""
+    if worker.vllm_config.parallel_config.data_parallel_rank == engine:
+        fail_in_next_pass(worker, rank_in_engine)
+
+
+def own_experts(worker: Any) -> int:
+    """Return how many experts of a layer a rank has."""
+    mixtures = (m for m in worker.model_runner.model.modules() if isinstance(m, Experts))
+    return len(next(mixtures).own)
+
+
+def break_weights(worker: Any, engine: int) -> None:
+    """Leave the weights of one engine half written."""
+    if worker.vllm_config.parallel_config.data_parallel_rank == engine:
+        worker._weights.problem = "planted"
 
 
 def hang_in_next_pass(worker: Any, hanging_rank: int) -> None:
@@ -159,3 +236,16 @@ def _layers(worker: Any) -> Any:
 def has_computed(worker: Any) -> bool:
     """Return whether the pool has keys and values of some token, besides those of warming up."""
     return bool(worker.model_runner.pool[1:].any())
+
+
+def hide_files_from(worker: Any, process: int, folder: str) -> None:
+    """Let one process find no weights in a folder, as on a machine that does not have it."""
+    find = weight_updates.find_weight_files
+
+    def find_others(path: Path, load_format: str) -> list[Path]:
+        if str(path) == folder:
+            raise ValueError(f"{folder} is not here")
+        return find(path, load_format)
+
+    if os.getpid() == process:
+        weight_updates.find_weight_files = find_others

@@ -79,7 +79,8 @@ def test_defaults_are_those_of_the_configs(model: str) -> None:
 
 
 def test_every_field_of_the_configs_is_an_option() -> None:
-    options = {f.name for f in fields(EngineArgs)} | {"cache_dtype", "policy", "backend"}
+    options = {f.name for f in fields(EngineArgs)}
+    options |= {"cache_dtype", "policy", "backend", "external_rank"}
     derived = {
         "max_model_len",
         "rank",
@@ -89,6 +90,7 @@ def test_every_field_of_the_configs_is_an_option() -> None:
         "is_offline_engine",
         "num_cpus",
         "ray_place",
+        "engine_files",
     }
     for config_class in (ModelConfig, *CONFIGS):
         names = {f.name for f in fields(config_class) if f.init} - derived

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -22,7 +23,11 @@ from tests.engine.harness import (
 from tests.models.checkpoints import make_checkpoint
 from tests.models.oracle import relative_error
 from tests.models.stored_formats import FORMATS, quantise_checkpoint
-from vllm import LLM
+from vllm import LLM, AsyncEngineArgs, AsyncLLM, SamplingParams
+from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (
+    load_hidden_states,
+)
+from vllm.outputs import RequestOutput
 
 pytestmark = pytest.mark.exhaustive
 
@@ -63,10 +68,12 @@ RANKS: dict[str, dict[str, Any]] = {
     "tp pp": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
     "ep": {"tensor_parallel_size": 2, "enable_expert_parallel": True},
     "dcp": {"tensor_parallel_size": 2, "decode_context_parallel_size": 2},
+    "shared tokens": {"tensor_parallel_size": 2, "enable_sequence_parallel": True},
 }
 ONE_HEAD = {"num_key_value_heads": 1}
 ALL = [
     *((model, ranks) for model in MODELS for ranks in ("tp", "pp", "tp pp")),
+    *((model, "shared tokens") for model in MODELS if model != "module of transformers"),
     ("experts", "ep"),
     ("dense", "dcp"),
     ("latent", "dcp"),
@@ -138,3 +145,104 @@ def test_ranks_have_the_rows_of_one(model: str, ranks: str, tmp_path: Path) -> N
         for column in range(len(LAYERS)):
             away = relative_error(ours[:, column], whole[:, column])
             assert away <= (0.0 if ranks == "pp" else MOST_ERROR)
+
+
+class Served(NamedTuple):
+    """Rows and tokens of prompts that several engines serve, in files."""
+
+    rows: list[torch.Tensor]
+    tokens: list[list[int]]
+    cached: list[int]
+
+
+async def serve(llm: AsyncLLM, prompts: list[Any], salt: str, max_tokens: int) -> Served:
+    """Send all prompts at once; only those of one salt share prefixes."""
+
+    async def one(number: int, prompt: Any) -> RequestOutput:
+        salted: Any = {**prompt, "cache_salt": salt}
+        stream = llm.generate(salted, greedy(max_tokens), f"{salt} {number}")
+        return [output async for output in stream][-1]
+
+    outputs = await asyncio.gather(*(one(*pair) for pair in enumerate(prompts)))
+    return Served(
+        [rows_of(output) for output in outputs],
+        [list(output.outputs[0].token_ids) for output in outputs],
+        [output.num_cached_tokens or 0 for output in outputs],
+    )
+
+
+@pytest.mark.parametrize("model", ["dense", "delta rule", "experts"])
+def test_two_engines_of_two_ranks_have_the_rows_of_one(model: str, tmp_path: Path) -> None:
+    """In chunks, with prefix hits, after preemptions, from files."""
+    family, config, options, _ = MODELS[model]
+    checkpoint = make_checkpoint(tmp_path / "checkpoint", family, **config)
+    one = run(checkpoint, tmp_path / "one", **options)
+    sizes = {"data_parallel_size": 2, "tensor_parallel_size": 2, "num_gpu_blocks_override": 20}
+    files = extraction_config(LAYERS, tmp_path / "several")
+
+    async def served() -> tuple[list[Served], int]:
+        args = AsyncEngineArgs(str(checkpoint), **{**OPTIONS, **options, **sizes}, **files)
+        llm = AsyncLLM.from_engine_args(args)
+        try:
+            await llm.start()
+            await llm.collective_rpc(rank_functions.poison)
+            alone = await serve(llm, PROMPTS[:1], "alone", 1)
+            crowded = await serve(llm, PROMPTS * 4, "crowd", 20)
+            # Two at once go to both engines, and those after them find their prefix.
+            await serve(llm, PROMPTS[:1] * 2, "hits", 1)
+            hits = await serve(llm, PROMPTS[-1:] * 2, "hits", 1)
+            assert all(await llm.collective_rpc(rank_functions.has_computed))
+            return [alone, crowded, hits], llm.stats.num_preemptions
+        finally:
+            await llm.shutdown()
+
+    (alone, crowded, hits), num_preemptions = asyncio.run(served())
+    assert num_preemptions
+    assert min(hits.cached) > 0
+    first, last = crowded.rows[0], crowded.rows[len(PROMPTS) - 1]
+    assert torch.equal(alone.rows[0], first[: len(alone.rows[0])])
+    assert all(torch.equal(rows, last[: len(rows)]) for rows in hits.rows)
+    for number, rows in enumerate(crowded.rows):
+        place = number % len(PROMPTS)
+        assert torch.equal(rows, crowded.rows[place])
+        assert crowded.tokens[number] == crowded.tokens[place]
+        assert crowded.tokens[number][:6] == one.tokens[place]
+        for column in range(len(LAYERS)):
+            assert relative_error(rows[:, column], one.together[place][:, column]) <= MOST_ERROR
+
+
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+def test_upstreams_test_of_two_devices(load_format: str, tmp_path: Path) -> None:
+    """Its options and calls, on two processes of a CPU; it tests shapes, this also values."""
+    checkpoint = make_checkpoint(tmp_path / "checkpoint", "qwen3", num_hidden_layers=18)
+    prompts = ["Hello world", "Test prompt with several tokens"]
+    found: list[tuple[list[Any], list[torch.Tensor]]] = []
+    for ranks in (1, 2):
+        config = extraction_config([5, 11, 17], tmp_path / str(ranks))
+        llm = LLM(
+            model=str(checkpoint),
+            tensor_parallel_size=ranks,
+            **config,
+            max_model_len=256,
+            enforce_eager=True,
+            gpu_memory_utilization=0.4,
+            load_format=load_format,
+        )
+        with llm:
+            outputs = llm.generate(prompts, SamplingParams(max_tokens=1, temperature=0.0))
+        rows = []
+        for output in outputs:
+            params: Any = output.kv_transfer_params
+            tensors = load_hidden_states(params["hidden_states_path"])
+            assert tensors["token_ids"].tolist() == output.prompt_token_ids
+            assert tensors["hidden_states"].shape == (len(tensors["token_ids"]), 3, 72)
+            rows.append(tensors["hidden_states"])
+            assert rows[-1].isfinite().all() and rows[-1].any()
+        found.append(([output.outputs[0].token_ids for output in outputs], rows))
+    if load_format == "dummy":
+        return  # each rank draws its own
+    (tokens, expected), (other_tokens, several) = found
+    assert tokens == other_tokens
+    for whole, ours in zip(expected, several, strict=True):
+        for column in range(3):
+            assert relative_error(ours[:, column], whole[:, column]) <= MOST_ERROR

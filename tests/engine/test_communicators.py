@@ -89,6 +89,19 @@ def test_sums_are_float32_in_the_order_of_ranks(make: Make, dtype: torch.dtype) 
         assert all(torch.equal(result[i], expected) for result in results)
 
 
+@pytest.mark.parametrize("rows", [1, 3, 4, 61, 300])
+def test_shares_of_a_sum_are_its_rows(make: Make, rows: int) -> None:
+    def run(group: GroupCoordinator) -> list[torch.Tensor]:
+        values = drawn(group.rank, (rows, 7, 3), torch.bfloat16)
+        share = group.reduce_scatter_rows(values)
+        assert len(share) == group.share_of_rows(rows) == -(-rows // RANKS)
+        return [group.all_gather(share, 0), group.all_reduce(values)]
+
+    for gathered, whole in on_all(make, run):
+        assert torch.equal(gathered[:rows], whole)
+        assert not gathered[rows:].any()
+
+
 def test_other_collectives(make: Make) -> None:
     def run(group: GroupCoordinator) -> Any:
         own = drawn(group.rank, (7, 9), torch.float32)

@@ -23,11 +23,13 @@ ONE_HEAD = {"num_key_value_heads": 1}
 PAIR: dict[str, Any] = {"tensor_parallel_size": 2, "decode_context_parallel_size": 2}
 
 
-def check_values(ours: list[HiddenStatesSample], whole: list[HiddenStatesSample]) -> None:
+def check_values(
+    ours: list[HiddenStatesSample], whole: list[HiddenStatesSample], most: float = 1e-5
+) -> None:
     for one, other in zip(ours, whole, strict=True):
-        assert relative_error(one.hidden_states, other.hidden_states) < 1e-5
+        assert relative_error(one.hidden_states, other.hidden_states) < most
         for name, values in other.activations.items():
-            assert relative_error(one.activations[name], values) < 1e-5
+            assert relative_error(one.activations[name], values) < most
         if other.top_logprobs is not None:
             assert torch.equal(one.top_token_ids, other.top_token_ids)
 
@@ -142,7 +144,6 @@ def test_a_step_that_fails_on_one_rank_fails_alone(pair: LLM, failing_rank: int)
     ("family", "options", "message"),
     [
         ("llama", {**PAIR, "decode_context_parallel_size": 3}, "=3 does not divide .*=2; use 1 or"),
-        ("llama", {"prefill_context_parallel_size": 2}, "prefill_context_parallel_size=2 is not"),
         at_night("llama", PAIR, r"2 ranks 1 have the same key/value heads of 'model.*; use 1, or"),
         at_night("mamba2", PAIR, r"_size=2: only attention .* layers \(.*\) does; use 1"),
         at_night("deepseek_v32", PAIR, r"_size=2: only attention layers that read all earlier"),

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
 
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core_messages import AbortRequests, AddRequest
-from vllm.v1.engine.core_process import CoreProcess
+from vllm.v1.engine.core_process import CoreProcess, CoreSettings, _start_core
 
 
 def test_nothing_is_kept_of_an_aborted_request(monkeypatch: Any) -> None:
@@ -26,3 +27,13 @@ def test_nothing_is_kept_of_an_aborted_request(monkeypatch: Any) -> None:
     process.commands.put(AbortRequests(["r"]))
     process._take_commands()
     assert not process._texts
+
+
+def test_a_folder_that_is_not_that_of_the_front_end(tmp_path: Path) -> None:
+    """The front end, on another machine, makes a file in its folder, which is not in this one's."""
+    mark = str(tmp_path / ".shared-x")
+    config: Any = MagicMock()
+    core, started = _start_core(CoreSettings(config, {}, {}, "text", mark=mark))
+    assert core is None
+    assert started.failure is not None
+    assert f"shared_storage_path={str(tmp_path)!r} is another folder on" in started.failure.message

@@ -44,8 +44,9 @@ async def rows(llm: AsyncLLM) -> list[torch.Tensor]:
     return [one.hidden_states async for one in llm.extract(PROMPTS, layers=[0, 3, "norm"])]
 
 
-async def tokens(llm: AsyncLLM, number: int) -> list[int]:
-    outputs = [one async for one in llm.generate(PROMPTS[number], greedy(6), f"request {number}")]
+async def tokens(llm: AsyncLLM, number: int, length: int = 6) -> list[int]:
+    params = greedy(length)
+    outputs = [one async for one in llm.generate(PROMPTS[number], params, f"request {number}")]
     return list(outputs[-1].outputs[0].token_ids)
 
 
@@ -90,9 +91,10 @@ def test_an_engine_that_ends_takes_only_its_requests(checkpoint: Checkpoint) -> 
         async with two_engines(checkpoint("llama")) as llm:
             expected = await rows(llm)
             first, second = (handle.pid for handle in llm._handles)
+            before = llm.stats
             os.kill(first, signal.SIGSTOP)  # its requests stay under way
             found = llm.extract(PROMPTS, layers=[0, 3, "norm"], on_error="yield")
-            task = asyncio.create_task(_all(found))
+            task = asyncio.create_task(all_of(found))
             await asyncio.sleep(0.5)
             os.kill(first, signal.SIGKILL)
             results = await task
@@ -105,6 +107,10 @@ def test_an_engine_that_ends_takes_only_its_requests(checkpoint: Checkpoint) -> 
                 if not isinstance(one, FailedSample):
                     assert torch.equal(one.hidden_states, whole)
             await llm.check_health()
+            assert llm.stats.num_prompt_tokens >= before.num_prompt_tokens > 0
+            async with asyncio.timeout(30):
+                while llm.stats.num_running or llm.stats.num_waiting:
+                    await asyncio.sleep(0.01)
             assert all(map(torch.equal, await rows(llm), expected))
             assert await llm.collective_rpc(rank_functions.pid) == [second]
             os.kill(second, signal.SIGKILL)
@@ -116,7 +122,7 @@ def test_an_engine_that_ends_takes_only_its_requests(checkpoint: Checkpoint) -> 
     asyncio.run(run())
 
 
-async def _all(samples: Any) -> list[Any]:
+async def all_of(samples: Any) -> list[Any]:
     return [one async for one in samples]
 
 

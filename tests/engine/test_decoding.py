@@ -52,7 +52,7 @@ def test_heads_and_embeddings_in_panels_change_no_bit(
     for in_panels in (True, False):
         with monkeypatch.context() as patch:
             if not in_panels:
-                patch.setattr(loader, "prepare_heads", lambda model, quantization: None)
+                patch.setattr(loader, "prepare_heads", lambda *_: None)
             with engine(folder) as llm:
                 model = core_of(llm).executor.worker.model_runner.model
                 assert (model.lm_head.weight.dim() == 4) == in_panels

@@ -50,6 +50,16 @@ def test_any_bytes_read_as_when_decoded_at_once(tokenizer: Any, seed: int, push:
     assert "".join(got) + window.flush() == decode(tokenizer, tokens)
 
 
+def test_without_tokens_nothing_is_decoded() -> None:
+    def decode(token_ids: Any) -> str:
+        raise AssertionError("there is no text")
+
+    detokenizer = Detokenizer(decode, SamplingParams(max_tokens=0), [1, 2, 3])
+    detokenizer.update([])
+    detokenizer.finish()
+    assert detokenizer.take_text(delta=False) == ""
+
+
 def test_byte_fallback_and_leading_spaces() -> None:
     tokenizer = byte_fallback_tokenizer()
     ids = tokenizer.convert_tokens_to_ids

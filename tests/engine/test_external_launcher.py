@@ -75,7 +75,14 @@ def load(folder: Path, rank: int) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("size", ["tensor_parallel_size", at_night("pipeline_parallel_size")])
+@pytest.mark.parametrize(
+    "size",
+    [
+        "tensor_parallel_size",
+        at_night("pipeline_parallel_size"),
+        at_night("prefill_context_parallel_size"),
+    ],
+)
 def test_engines_that_plan_the_same(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, size: str
 ) -> None:
@@ -124,19 +131,21 @@ def check_failures(found: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "size"),
+    ("family", "size", "more"),
     [
-        at_night("llama", "pipeline_parallel_size"),
-        at_night("llama", "tensor_parallel_size"),
-        at_night("mixtral", "tensor_parallel_size"),
+        at_night("llama", "pipeline_parallel_size", {}),
+        at_night("llama", "tensor_parallel_size", {}),
+        at_night("llama", "tensor_parallel_size", {"enable_sequence_parallel": True}),
+        at_night("mixtral", "tensor_parallel_size", {}),
     ],
 )
 def test_each_process_gets_the_bits_of_mp(
-    checkpoint: Checkpoint, tmp_path: Path, family: str, size: str
+    checkpoint: Checkpoint, tmp_path: Path, family: str, size: str, more: dict[str, bool]
 ) -> None:
+    """Stages, and ranks that share tokens, change no bit."""
     folder, calls = checkpoint(family), ("values", "failures")
-    same = {} if size == "pipeline_parallel_size" else {size: 2}  # stages change no bit
-    with processes(folder, tmp_path / "results", {size: 2}, calls, 2) as started:
+    same = {} if size == "pipeline_parallel_size" else {size: 2}
+    with processes(folder, tmp_path / "results", {size: 2, **more}, calls, 2) as started:
         with engine(folder, **OPTIONS, **same) as llm:
             expected = values(llm)
         assert [process.wait(120) for process in started] == [0, 0]

@@ -248,6 +248,26 @@ def test_memory_that_the_allocator_refuses(tmp_path: Path, monkeypatch: pytest.M
         LLM(str(folder), load_format="dummy", skip_tokenizer_init=True)
 
 
+@pytest.mark.parametrize(
+    ("bounds", "options"),
+    [
+        ((7,), {}),
+        ((7.5,), {}),
+        ((2, 9), {}),
+        ((9, 2), {"step": -3}),
+        ((0, 9, 2), {"dtype": torch.float32}),
+        ((0, 1.0, 0.3), {}),
+        ((3,), {"end": 11, "dtype": torch.int32}),
+        ((), {"start": 3, "end": 10, "step": 4}),
+        ((torch.tensor(7),), {}),
+    ],
+)
+def test_outline_of_a_range(bounds: tuple[Any, ...], options: dict[str, Any]) -> None:
+    expected = torch.arange(*bounds, **options)
+    outline = tensor_limit.make_outline(torch.arange, bounds, {**options, "device": "meta"})
+    assert (outline.shape, outline.nbytes) == (expected.shape, expected.nbytes)
+
+
 def test_a_missing_shard(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path / "model", "llama", max_shard_size="100KB")
     gone = sorted(folder.glob("*.safetensors"))[1]

@@ -33,7 +33,16 @@ OPTIONS: dict[str, Any] = {
 TENSOR: Mapping[str, Any] = {"tensor_parallel_size": 2}
 STAGES: Mapping[str, Any] = {"pipeline_parallel_size": 2}
 EXPERTS: Mapping[str, Any] = {**TENSOR, "enable_expert_parallel": True}
-WAYS = {"tensor": TENSOR, "stages": STAGES, "experts": EXPERTS, "both": {**TENSOR, **STAGES}}
+SHARED: Mapping[str, Any] = {**TENSOR, "enable_sequence_parallel": True}
+PREFILL: Mapping[str, Any] = {"prefill_context_parallel_size": 2}
+WAYS = {
+    "tensor": TENSOR,
+    "stages": STAGES,
+    "experts": EXPERTS,
+    "both": {**TENSOR, **STAGES},
+    "shared": SHARED,
+    "prefill": PREFILL,
+}
 MOST_ERROR = 1e-4
 SINGLE_EXPERTS = ("qwen3_moe", "llama4", "nemotron_h", "deepseek_v32")
 
@@ -87,7 +96,14 @@ def compare(checkpoint: Path, adapters: list[LoRARequest], way: str) -> None:
         assert all(map(torch.equal, rows(llm, requests), found)), "chunks"
 
 
-BY_NIGHT = [("llama", "tensor"), ("llama", "both"), ("qwen3_5", "tensor"), ("qwen3_5", "stages")]
+BY_NIGHT = [
+    ("llama", "tensor"),
+    ("llama", "both"),
+    ("llama", "shared"),
+    ("llama", "prefill"),
+    ("qwen3_5", "tensor"),
+    ("qwen3_5", "stages"),
+]
 BY_NIGHT += [(name, way) for name in ("qwen3_moe", "deepseek_v3", "gpt_oss") for way in WAYS]
 SWEPT = [(name, "both") for name in FAMILIES if (name, "both") not in BY_NIGHT]
 

@@ -62,7 +62,14 @@ def ended(process: subprocess.Popen[bytes]) -> int:
     return process.wait(30)
 
 
-@pytest.mark.parametrize("size", ["pipeline_parallel_size", at_night("tensor_parallel_size")])
+@pytest.mark.parametrize(
+    "size",
+    [
+        "pipeline_parallel_size",
+        at_night("tensor_parallel_size"),
+        at_night("prefill_context_parallel_size"),
+    ],
+)
 def test_two_nodes_have_the_bits_of_one(checkpoint: Checkpoint, size: str) -> None:
     """They go on after a failed step. The other node's process is a thread of this one."""
     folder, options, others = checkpoint("llama"), sizes(size), rank_processes()

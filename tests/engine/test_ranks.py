@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -40,13 +41,28 @@ LAYERS: list[int | str] = [0, 2, 4, "norm"]
 STEERING = [SteeringVector(torch.linspace(-1, 1, 72), [1], positions=[3, 4])]
 SPREAD = {"decode_context_parallel_size": 2}
 STORING = {"kv_transfer_config": {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}}
+SHARED: dict[str, Any] = {"tensor_parallel_size": 2, "enable_sequence_parallel": True}
 HOOKS = ["blocks.2.hook_attn_out", "blocks.1.hook_mlp_out", "blocks.1.attn.hook_z"]
 
 
-def results(llm: LLM, hooks: Sequence[str] = HOOKS) -> list[HiddenStatesSample]:
-    plain = llm.extract(PROMPTS, layers=LAYERS, hooks=hooks, top_logprobs=5)
-    steered = llm.extract(PROMPTS, layers=LAYERS, steering=STEERING)
-    grown = llm.extract(PROMPTS, layers=LAYERS, sampling_params=greedy(5), top_logprobs=3)
+@contextmanager
+def sharing(folder: Path, **options: Any) -> Iterator[LLM]:
+    """Start ranks that share tokens, and whose rows behind the last token are NaN."""
+    with engine(folder, **{**OPTIONS, **SHARED, **options}) as llm:
+        llm.collective_rpc(rank_functions.poison)
+        llm.collective_rpc(rank_functions.poison_padding)
+        try:
+            yield llm
+        finally:
+            llm.collective_rpc(rank_functions.poison_padding, kwargs={"begins": False})
+
+
+def results(
+    llm: LLM, hooks: Sequence[str] = HOOKS, layers: Sequence[int | str] = LAYERS
+) -> list[HiddenStatesSample]:
+    plain = llm.extract(PROMPTS, layers=layers, hooks=hooks, top_logprobs=5)
+    steered = llm.extract(PROMPTS, layers=layers, steering=STEERING)
+    grown = llm.extract(PROMPTS, layers=layers, sampling_params=greedy(5), top_logprobs=3)
     return [*plain, *steered, *grown]
 
 
@@ -135,6 +151,13 @@ def test_chunks_and_a_tiny_pool_change_no_bit(pair: LLM, checkpoint: Checkpoint)
     blocks = {"num_gpu_blocks_override": 13, "max_num_batched_tokens": 16}
     with engine(checkpoint("llama"), tensor_parallel_size=2, **OPTIONS, **blocks) as llm:
         assert same_bits(results(llm), results(pair))
+        assert tokens(llm, SAMPLED) == tokens(pair, SAMPLED)
+
+
+def test_ranks_that_share_tokens_change_no_bit(pair: LLM, checkpoint: Checkpoint) -> None:
+    hooks = [*HOOKS, "blocks.1.hook_resid_mid"]
+    with sharing(checkpoint("llama")) as llm:
+        assert same_bits(results(llm, hooks), results(pair, hooks))
         assert tokens(llm, SAMPLED) == tokens(pair, SAMPLED)
 
 

@@ -52,6 +52,33 @@ def tokens(llm: LLM) -> list[list[int]]:
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
+def test_no_garbage_is_collected_in_a_step(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    in_steps, before, step = [], gc.get_threshold(), llm.llm_engine.step
+    stepping = False
+
+    def watched_step() -> list[Any]:
+        nonlocal stepping
+        stepping = True
+        outputs = step()
+        stepping = False
+        return outputs
+
+    def note(phase: str, info: dict[str, Any]) -> None:
+        in_steps.append(stepping)
+
+    monkeypatch.setattr(llm.llm_engine, "step", watched_step)
+
+    gc.callbacks.append(note)
+    gc.set_threshold(9, 3, 3)
+    try:
+        rows(llm)
+        tokens(llm)
+    finally:
+        gc.set_threshold(*before)
+        gc.callbacks.remove(note)
+    assert in_steps and not any(in_steps) and gc.isenabled()
+
+
 def test_calls_from_many_threads_get_their_own_results(llm: LLM) -> None:
     expected_rows, expected_tokens = rows(llm), tokens(llm)
     num_steps = core_of(llm).stats().num_steps

@@ -277,6 +277,31 @@ def test_calls_of_the_worker(checkpoint: Checkpoint) -> None:
             LLM(str(checkpoint("llama")), worker_extension_cls=name)
 
 
+def test_calls_of_the_worker_that_change_states(
+    checkpoint: Checkpoint, other: Callable[[str], Path]
+) -> None:
+    """Requests under way are completed first, and prefixes are forgotten."""
+    first, second = checkpoint("llama"), other("llama")
+    with engine(first) as llm:
+
+        def last_rows() -> list[HiddenStatesSample]:
+            return list(llm.extract(PROMPTS, [3], positions="last"))
+
+        of_first, text = last_rows(), list(llm.extract(PROMPTS, [3], sampling_params=greedy(20)))
+        llm.update_weights(second)
+        of_second = last_rows()
+        llm.collective_rpc("reload_weights")
+        assert is_same(last_rows(), of_first)
+        samples = llm.extract(PROMPTS, [3], sampling_params=greedy(20))
+        found = [next(samples)]
+        llm.collective_rpc("update_weights", args=(weights_in(second),))
+        assert is_same([*found, *samples], text)
+        assert is_same(last_rows(), of_second)
+        llm.collective_rpc("sleep")
+        llm.collective_rpc("wake_up")
+        assert is_same(last_rows(), of_second)
+
+
 @pytest.mark.parametrize("level", [1, 2])
 def test_sleep(level: int, checkpoint: Checkpoint) -> None:
     """Memory is freed; what follows has the same bits."""
@@ -393,6 +418,16 @@ def test_in_another_process(checkpoint: Checkpoint, other: Callable[[str], Path]
                 await llm.collective_rpc(lambda worker: worker)
             with pytest.raises(ValueError, match="on purpose"):
                 await llm.collective_rpc("fail", args=("value",))
+            await llm.update_weights(second)
+            long = asyncio.create_task(generate(llm))
+            await asyncio.sleep(0.1)
+            sent = watch_commands(llm)
+            with pytest.raises(TimeoutError):
+                await llm.collective_rpc("reload_weights", 1e-3)
+            assert not sent and not await llm.is_paused() and not long.done()
+            await llm.collective_rpc("reload_weights")
+            assert long.done() and sent == [CallWorkers, ResetPrefixCache]
+            assert is_same(await extract(llm), expected[0])
             await llm.sleep(2)
             assert await llm.is_sleeping()
             with pytest.raises(ValueError, match="sleeps"):

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,8 +62,13 @@ def command(checkpoint: Path, folder: Path | None, *flags: str) -> list[str]:
 
 
 @contextmanager
-def serve(checkpoint: Path, folder: Path | None, *flags: str) -> Iterator[ServeProcess]:
-    """A server on a free port that is ready; killed at the end if it still runs."""
+def serve(
+    checkpoint: Path, folder: Path | None, *flags: str, before: Sequence[str] = ()
+) -> Iterator[ServeProcess]:
+    """A server on a free port that is ready; killed at the end if it still runs.
+
+    before: words of a command that becomes the server's process.
+    """
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
@@ -74,9 +79,8 @@ def serve(checkpoint: Path, folder: Path | None, *flags: str) -> Iterator[ServeP
     with tempfile.TemporaryDirectory() as scratch:
         log_file = Path(scratch) / "log"
         with log_file.open("wb") as log:
-            process = subprocess.Popen(
-                command(checkpoint, folder, *flags), stdout=log, stderr=log, env=environment
-            )
+            words = [*before, *command(checkpoint, folder, *flags)]
+            process = subprocess.Popen(words, stdout=log, stderr=log, env=environment)
         server = ServeProcess(process, log_file, "")
         try:
             server.url = wait_for_url(server)

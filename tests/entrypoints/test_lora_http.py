@@ -107,7 +107,9 @@ def test_rows_and_vectors(server: LiveServer, reference: LLM, folder: Path) -> N
         assert torch.equal(rows[: len(IDS[1])], sample.hidden_states)
     (vector,) = reference.embed([ExtractRequest(prompt, lora_request=adapter)])
     for name in ("a", "tiny"):
-        found = post(server, EMBEDDINGS, model=name, input=IDS[1])["data"][0]["embedding"]
+        answer = post(server, EMBEDDINGS, model=name, input=IDS[1])
+        found = answer["data"][0]["embedding"]
+        assert answer["model"] == name
         same = np.allclose(found, vector.outputs.embedding, atol=1e-6)
         assert same == (name == "a")
 

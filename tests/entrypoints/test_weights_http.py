@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -395,6 +395,22 @@ def test_a_trainer_of_vllm_that_dies(http: httpx.Client, expected: list[Rows]) -
     post(http, "/finish_weight_update")
     assert is_model(http, expected[0])  # nothing came, so nothing is mixed
     assert group is not None
+
+
+def test_a_group_that_is_left_before_it_meets(http: httpx.Client, expected: list[Rows]) -> None:
+    """A second call is refused meanwhile, and the first one ends when the group is left."""
+    info = {"master_address": "127.0.0.1", "master_port": free_port(), "world_size": 2}
+    body = {"init_info": info}
+    with ThreadPoolExecutor(2) as threads:
+        calls = [
+            threads.submit(http.post, "/init_weight_transfer_engine", json=body) for _ in range(2)
+        ]
+        assert "meeting already" in next(as_completed(calls)).result().text
+        post(http, "/close_communicator/")
+    answers = sorted((call.result().status_code, call.result().text) for call in calls)
+    assert [status for status, _ in answers] == [400, 500]
+    assert "left before it met" in answers[1][1]
+    assert is_model(http, expected[0])
 
 
 def test_what_does_not_fit_is_refused(http: httpx.Client, expected: list[Rows]) -> None:

@@ -333,6 +333,11 @@ def test_what_a_wrong_command_is_told(
     [
         ({"distributed_executor_backend": "external_launcher"}, 1, "each process would write"),
         ({"nnodes": 2, "data_parallel_size": 2}, 1, "nnodes=2 .* with data_parallel_size=1 only"),
+        (
+            {"enable_expert_parallel": True, "data_parallel_size": 2},
+            1,
+            "enable_expert_parallel=True .* with data_parallel_size=1 only",
+        ),
         ({}, 2, "VLLM_DP_SIZE: unset it"),
     ],
 )

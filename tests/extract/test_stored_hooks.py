@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -164,6 +165,13 @@ def test_hooks_alone(extract: Extract, tiny_llama: Path, tmp_path: Path) -> None
     assert torch.equal(rows.tensors["model.layers.0.mlp"], right)
     assert len(rows.rows) == len(right)
     assert "layer ids           []" in describe(dataset)
+    for fmt, suffix in (("huggingface", "arrow"), ("parquet", "parquet")):
+        convert_dataset(str(folder), str(tmp_path / fmt), fmt)
+        path = tmp_path / fmt / f"data-00000.{suffix}"
+        table = pq.read_table(path) if suffix == "parquet" else pa.ipc.open_stream(path).read_all()
+        assert "hidden_states" not in table.column_names
+        column = table["model.layers.0.mlp"].to_pylist()
+        assert torch.equal(torch.tensor([row for rows in column for row in rows]), right.float())
 
 
 def test_of_prompt_and_output(extract: Extract, tiny_llama: Path) -> None:

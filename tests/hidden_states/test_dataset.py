@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import pickle
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -206,6 +208,13 @@ def test_data_loader_without_batches(dataset: Path) -> None:
     opened = HiddenStatesDataset(dataset)
     for read, expected in zip(DataLoader(opened, batch_size=None), opened, strict=True):
         assert torch.equal(read.hidden_states, expected.hidden_states)
+
+
+def test_a_folder_whose_name_is_not_utf_8(dataset: Path, tmp_path: Path) -> None:
+    other = shutil.copytree(dataset, tmp_path / os.fsdecode(b"rows\xff"))
+    for found, right in zip(HiddenStatesDataset(other), HiddenStatesDataset(dataset), strict=True):
+        assert torch.equal(found.hidden_states, right.hidden_states)
+    assert not list(verify_dataset(str(other)))
 
 
 def test_it_can_be_pickled(dataset: Path) -> None:

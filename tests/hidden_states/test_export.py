@@ -84,7 +84,7 @@ def make_dataset(
                     positions=torch.arange(length),
                     tensors=tensors,
                     layer_ids=tuple(layer_ids),
-                    columns=columns if "pack" in options else {"label": f"l{number}"},
+                    columns=columns if "pack" in options else {"label": f"l{number} ä\ud800"},
                 )
                 writer.append(sample, number, 100 + number)
             writer.commit()

@@ -42,6 +42,7 @@ RANKS = [
     at_night("qwen3_5", TENSOR),
     at_night("llama", STAGES),
     at_night("qwen3_moe", TENSOR | {"enable_expert_parallel": True}),
+    at_night("llama", TENSOR | {"enable_sequence_parallel": True}),
     at_night("qwen3_5", TENSOR | STAGES),
 ]
 

@@ -1,14 +1,14 @@
 """Every family with a class of its own on two ranks, against one.
 
     python -m tests.models.ranks_of_families [FAMILY ...]     # all without; prints a table
-    python -m tests.models.ranks_of_families --way stages               # or experts, context
+    python -m tests.models.ranks_of_families --way stages  # or experts, context, sequence, prefill
     python -m tests.models.ranks_of_families --model-impl transformers  # transformers' modules
 
 Rows at all boundaries, log-probabilities and tokens of two ranks have to be those of one, within
-1e-4 of a row's rms, and those of two pipeline stages the same bits; in chunks, with prefix hits
-and alone they have to be the same bits, unless a module of transformers runs one request after
-another. It ends with status 1 when a family differs, or cannot be cut for another reason than its
-sizes.
+1e-4 of a row's rms, and those of two pipeline stages the same bits; those of ranks that share
+tokens, the bits of ranks that do not. In chunks, with prefix hits and alone they have to be the
+same bits, unless a module of transformers runs one request after another. It ends with status 1
+when a family differs, or cannot be cut for another reason than its sizes.
 """
 
 from __future__ import annotations
@@ -35,12 +35,19 @@ WAYS: Mapping[str, Mapping[str, Any]] = {
     "stages": {"pipeline_parallel_size": 2},
     "experts": {"tensor_parallel_size": 2, "enable_expert_parallel": True},
     "context": {"tensor_parallel_size": 2, "decode_context_parallel_size": 2},
+    "sequence": {"tensor_parallel_size": 2, "enable_sequence_parallel": True},
+    "prefill": {"prefill_context_parallel_size": 2},
 }
 """Options of the engine that is compared with one process."""
+COMPARED_WITH = {"sequence": WAYS["tensor"]}
+"""Options of the engine with which that of some ways is compared instead."""
+SAME_BITS = ("stages", "sequence")
 REFUSALS = (
     "tensor_parallel_size=2",
     "pipeline_parallel_size=2",
     "decode_context_parallel_size=2",
+    "enable_sequence_parallel=True",
+    "prefill_context_parallel_size=2",
 )
 """Names in the error when the tiny checkpoint cannot be cut."""
 MOST_ERROR = 1e-4
@@ -76,7 +83,7 @@ def core_has_head(llm: Any) -> bool:
 
 
 def compare(family: Family, way: str) -> str:
-    rows, logprobs, tokens = results(family)
+    rows, logprobs, tokens = results(family, **COMPARED_WITH.get(way, {}))
     ranks = WAYS[way]
     other_rows, other_logprobs, other_tokens = results(family, **ranks)
     with family.engine(**ranks, max_num_batched_tokens=16) as llm:
@@ -87,7 +94,7 @@ def compare(family: Family, way: str) -> str:
         for r, o in zip(rows, other_rows, strict=True)
         for i in range(r.shape[1])
     ]
-    most = 0.0 if way == "stages" else MOST_ERROR
+    most = 0.0 if way in SAME_BITS else MOST_ERROR
     assert max(errors) <= most, f"rows are {max(errors):.0e} of the rms away"
     if logprobs is not None:
         away = max(
@@ -106,8 +113,14 @@ def checked(name: str, folder: Path, way: str = "tensor", model_impl: str = "aut
         return compare(family, way)
 
 
+EVEN_SIZES = {"xlstm": {"num_heads": 6}, "kimi_linear": {"linear_num_heads": 4}}
+"""Entries of configs whose tiny checkpoints have sizes that two ranks do not divide."""
+
+
 def overrides(name: str, way: str) -> dict[str, Any]:
     """Return entries of the config that the way needs: two ranks spread the tokens of one head."""
+    if name in EVEN_SIZES and way != "stages":
+        return EVEN_SIZES[name]
     heads, config = "num_key_value_heads", FAMILIES[name].config
     cannot = "kv_lora_rank" in config or name == "zamba2"  # its heads have to be as many
     return {heads: 1} if way == "context" and heads in config and not cannot else {}

@@ -12,9 +12,11 @@ from safetensors.torch import load_file, save_file
 
 from tests.models.checkpoints import make_checkpoint
 from tests.models.harness import make_config
+from vllm.model_executor.layers import fused_moe
 from vllm.model_executor.layers.fused_moe import Experts, FusedMoE, RoutingRule
 from vllm.model_executor.layers.weight import finish_weights
 from vllm.model_executor.model_loader import get_model
+from vllm.ops.linear import prefers_panels
 
 HIDDEN, WIDTH, NUM_EXPERTS, TOP_K = 72, 40, 7, 3
 
@@ -79,6 +81,21 @@ def test_neighbours_change_no_bit(dtype: torch.dtype, in_panels: bool) -> None:
         assert torch.equal(layer(x[rows]), together[rows])
     layer.tokens_at_once = 16
     assert torch.equal(layer(x), together)
+
+
+@pytest.mark.skipif(not prefers_panels(torch.device("cpu")), reason="plain torch has no panels")
+def test_experts_in_any_groups_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = make_layer(torch.bfloat16, in_panels=True)
+    x = torch.randn(61, HIDDEN).bfloat16()
+    found = []
+    for pairs_of_a_group in (0, 9, 40, 1000):
+        monkeypatch.setattr(fused_moe, "_PAIRS_OF_A_GROUP", pairs_of_a_group)
+        found.append(layer(x))
+    assert all(torch.equal(found[0], other) for other in found)
+    starts = [0, 0, 5, 8, 8, 60, 61]
+    monkeypatch.setattr(fused_moe, "_PAIRS_OF_A_GROUP", 8)
+    experts = [[pairs.expert for pairs in group] for group in fused_moe._groups(starts)]
+    assert experts == [[1, 2], [4], [5]] and fused_moe._groups([0, 0]) == []
 
 
 def test_experts_without_tokens_and_steps_without_tokens() -> None:

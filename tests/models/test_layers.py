@@ -47,7 +47,7 @@ def hybrid(tmp_path: Path) -> VllmConfig:
 
 
 def be_rank(monkeypatch: pytest.MonkeyPatch, rank: int, world_size: int) -> None:
-    monkeypatch.setattr(parallel_state._current, "tp_group", GroupCoordinator(rank, world_size))
+    monkeypatch.setattr(parallel_state._current, "stage_group", GroupCoordinator(rank, world_size))
 
 
 def test_specs_follow_the_config_as_it_is_when_they_are_asked_for(hybrid: VllmConfig) -> None:
@@ -199,7 +199,7 @@ def test_the_ranks_outputs_add_up_to_the_whole(
     folder = make_checkpoint(tmp_path, "qwen3_5", tokenizer=False, attention_bias=True)
     hidden = torch.randn(21, 72, generator=torch.Generator().manual_seed(0))
     whole = mixer_outputs(SingleRequest(make_config(folder), 21), hidden)
-    monkeypatch.setattr(linear, "tensor_model_parallel_all_reduce", lambda tensor: tensor)
+    monkeypatch.setattr(linear, "sum_over_ranks", lambda values, *, ends_branch: values)
     parts = []
     for rank in range(2):
         be_rank(monkeypatch, rank, 2)

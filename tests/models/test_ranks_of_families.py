@@ -13,13 +13,22 @@ from tests.models.ranks_of_families import REFUSALS, checked
 BY_DAY = "qwen3_5_moe"
 
 
-@pytest.mark.parametrize("way", ["tensor", *map(at_night, ("stages", "experts", "context"))])
+WHOLE_TOKENS = {"gemma4", "gemma4_vl", "longcat_flash", "zamba", "zamba2"}
+"""Families whose ranks cannot share tokens."""
+
+
+@pytest.mark.parametrize(
+    "way", ["tensor", *map(at_night, ("stages", "experts", "context", "sequence"))]
+)
 @pytest.mark.parametrize("name", [BY_DAY, *map(at_night, sorted(FAMILIES.keys() - {BY_DAY}))])
 def test_two_ranks_have_the_values_of_one(name: str, way: str, tmp_path: Path) -> None:
     try:
         result = checked(name, tmp_path, way)
     except ValueError as error:  # sizes of the tiny checkpoint
-        if name == BY_DAY or not any(text in str(error) for text in REFUSALS):
+        is_known = any(text in str(error) for text in REFUSALS)
+        if "enable_sequence_parallel" in str(error):
+            is_known = name in WHOLE_TOKENS
+        if name == BY_DAY or not is_known:
             raise
     else:
         assert result.startswith("rows")

@@ -58,6 +58,18 @@ def answer(llm: LLM) -> Answer:
     return Answer(rows, [(o.outputs[0].token_ids, o.outputs[0].logprobs) for o in outputs])
 
 
+@pytest.mark.skipif(not prefers_panels(CPU), reason="plain torch reads no panels")
+@pytest.mark.parametrize("tied", [False, True])
+def test_no_weight_lies_in_rows_first(
+    tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A table that became panels after it was loaded would take its memory twice."""
+    folder = make_checkpoint(tmp_path, "llama", tokenizer=False, tie_word_embeddings=tied)
+    monkeypatch.setattr("vllm.model_executor.layers.weight.make_panels", None)
+    with engine(folder) as llm:
+        assert model_of(llm).lm_head.weight.dim() == 4
+
+
 def is_same(one: Answer, other: Answer) -> bool:
     pairs = zip(one.rows, other.rows, strict=True)
     return one.logprobs == other.logprobs and all(torch.equal(*pair) for pair in pairs)

@@ -107,6 +107,25 @@ def test_it_goes_on_after_the_last_batch(dataset: ExtractingDataset, batch_size:
     assert dataset.state_dict()["epoch"] == 10
     with pytest.raises(ValueError, match="state_dict: seed was 4, and is 3 now"):
         dataset.load_state_dict({**state, "seed": 4})
+    wrong: dict[str, Any]
+    for wrong in ({"num_read": -1}, {"num_read": 8}, {"num_read": "2"}, {"epoch": None}):
+        with pytest.raises(ValueError, match=f"state_dict: {next(iter(wrong))}="):
+            dataset.load_state_dict({**state, **wrong})
+
+
+def test_a_state_belongs_to_its_prompts() -> None:
+    def state_of(prompts: list[Any], **options: Any) -> dict[str, Any]:
+        return ExtractingDataset("none", prompts, LAYERS, **options).state_dict()
+
+    talk = [{"role": "user", "content": "a"}]
+    prompts = [talk, "b", torch.tensor([1, 2]), ExtractRequest("c"), *"defghijklmnopqrstuvw"]
+    state = state_of(prompts)
+    same = [[dict(talk[0])], "b", [1, 2], ExtractRequest("c", layers=1), *prompts[4:]]
+    assert state_of(same) == state
+    for place in (0, 2, 22):
+        others = [*prompts[:place], "other", *prompts[place + 1 :]]
+        with pytest.raises(ValueError, match="state_dict: prompts was"):
+            ExtractingDataset("none", others, LAYERS).load_state_dict(state)
 
 
 def test_ranks_share_the_samples(arguments: AsyncEngineArgs) -> None:

@@ -14,6 +14,8 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from datetime import date
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -326,6 +328,11 @@ def test_arguments_that_cannot_be_used(path: str, tmp_path: Path) -> None:
             HiddenStatesStream(path)
         with pytest.raises(ValueError, match=r"columns\['label'\]"):
             stream.put(dataclasses.replace(sample(0), columns={"label": torch.ones(1)}))
+        cyclic: list[Any] = []
+        cyclic.append(cyclic)
+        for value in ({1}, [date(2026, 3, 1)], {"a": (Decimal(1),)}, 1 << 70, "\ud800", cyclic):
+            with pytest.raises(ValueError, match=r"columns\['a'\].*a stream takes"):
+                stream.put(dataclasses.replace(sample(0), columns={"a": value}))
     Path(path).write_text("data")
     with pytest.raises(ValueError, match="is not a socket"):
         HiddenStatesStream(path)

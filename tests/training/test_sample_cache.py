@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from tests.engine.harness import greedy, random_prompts
+from tests.models.checkpoints import make_checkpoint
 from tests.training.test_extracting_dataset import LAYERS, PROMPTS, indices
 from vllm import AsyncEngineArgs, SamplingParams
 from vllm.hidden_states import ExtractRequest, HiddenStatesSample
@@ -139,6 +140,25 @@ def test_a_tokenizer_that_changes_makes_other_samples(
         second = list(dataset)
     assert computed.take() == 2
     assert not torch.equal(first[0].token_ids, second[0].token_ids)
+
+
+@pytest.mark.exhaustive
+def test_weights_that_change_while_the_engine_is_closed(
+    checkpoint: Checkpoint, tmp_path: Path, computed: Computed
+) -> None:
+    """One dataset, whose second engine loads other weights from the same folder."""
+    model = shutil.copytree(checkpoint("mixtral"), tmp_path / "model")
+    args = AsyncEngineArgs(str(model), max_model_len=128, kv_cache_memory_bytes=2**24)
+    found = []
+    with ExtractingDataset(args, PROMPTS[:2], LAYERS, cache=str(tmp_path / "cache")) as dataset:
+        for seed in (None, 5, 5):
+            dataset.close()
+            if seed is not None:
+                make_checkpoint(model, "mixtral", seed=seed)
+            found.append(list(dataset))
+    assert computed.take() == 4
+    assert not torch.equal(found[0][0].hidden_states, found[1][0].hidden_states)
+    same(found[1], found[2])
 
 
 @pytest.mark.exhaustive

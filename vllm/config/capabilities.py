@@ -123,19 +123,11 @@ def _check_ranks(config: VllmConfig) -> None:
     """Refuse options that do not work for several ranks."""
     parallel, transfer = config.parallel_config, config.connector_config
     if parallel.enable_expert_parallel and parallel.data_parallel_size > 1:
-        raise ValueError(
-            f"enable_expert_parallel with data_parallel_size={parallel.data_parallel_size}: "
-            "engines side by side share no experts; use tensor_parallel_size, or leave one out"
-        )
-    if parallel.prefill_context_parallel_size > 1:
-        raise ValueError(
-            f"prefill_context_parallel_size={parallel.prefill_context_parallel_size} is not "
-            "supported: ranks do not share the tokens of a step; use 1, and tensor_parallel_size "
-            "for their work, or decode_context_parallel_size for their caches"
-        )
+        _check_shared_experts(parallel)
+    _check_prefill_context(config)
     _check_external(config)
     size, device = parallel.world_size, config.device_config.device_type
-    if parallel.data_parallel_size > 1 and device != "cpu":
+    if len(parallel.engines_served) > 1 and device != "cpu":
         raise ValueError(
             f"data_parallel_size={parallel.data_parallel_size} with device={device!r}: engines "
             "side by side run on CPUs only; start one server for each device, or use vllm extract"
@@ -148,16 +140,68 @@ def _check_ranks(config: VllmConfig) -> None:
     elif transfer is not None and not _declared(transfer).takes_rows_only:
         _check_cached_parts(parallel, transfer)
     if reason is not None:
-        options = ("tensor_parallel_size", "pipeline_parallel_size")
+        options = (
+            "tensor_parallel_size",
+            "prefill_context_parallel_size",
+            "pipeline_parallel_size",
+        )
         used = [(name, value) for name in options if (value := getattr(parallel, name)) > 1]
         asked = ", ".join(f"{name}={value}" for name, value in used)
         raise ValueError(f"{asked} with {reason}; use {' and '.join(f'{n}=1' for n, _ in used)}")
 
 
+def _check_shared_experts(parallel: ParallelConfig) -> None:
+    """Refuse what engines that share experts cannot do."""
+    asked = f"enable_expert_parallel with data_parallel_size={parallel.data_parallel_size}"
+    if parallel.is_offline_engine:
+        raise ValueError(
+            f"{asked}: engines that a program makes (VLLM_DP_SIZE) share no experts; use AsyncLLM "
+            "or vllm serve, tensor_parallel_size, or leave one out"
+        )
+    if len(parallel.engines_here) < parallel.data_parallel_size:
+        numbers = ", ".join(map(str, parallel.engines_here)) or "none"
+        raise ValueError(
+            f"{asked} and engines on other machines or behind other servers (here: {numbers}): "
+            "engines that share experts are on one machine, behind one server; leave "
+            "data_parallel_size_local, data_parallel_rank and data_parallel_hybrid_lb out, or "
+            "enable_expert_parallel"
+        )
+    if parallel.pipeline_parallel_size > 1:
+        raise ValueError(
+            f"{asked} and pipeline_parallel_size={parallel.pipeline_parallel_size}: stages of "
+            "several engines share no experts; use pipeline_parallel_size=1, or leave "
+            "enable_expert_parallel out"
+        )
+
+
+def _check_prefill_context(config: VllmConfig) -> None:
+    """Refuse what ranks that share the tokens of a step cannot do."""
+    parallel = config.parallel_config
+    if (size := parallel.prefill_context_parallel_size) == 1:
+        return
+    reason: str | None = None
+    if parallel.enable_expert_parallel:
+        reason = "enable_expert_parallel: ranks with other tokens share no experts"
+    elif parallel.enable_sequence_parallel:
+        reason = "enable_sequence_parallel: the ranks share the tokens already"
+    elif not is_unset(config.model_config):
+        from vllm.v1.rows.fields.layout import Field
+        from vllm.v1.rows.fields.logprobs import LOGITS
+
+        for row_field in config.model_config.row_field_classes:
+            if row_field.source not in (Field.source, LOGITS):
+                option = config.model_config.option_of(row_field)
+                reason = f"{option}: the first rank has {row_field.name} of its own tokens alone"
+    if reason is not None:
+        raise ValueError(
+            f"prefill_context_parallel_size={size} with {reason}; leave one of the options out"
+        )
+
+
 def _check_cached_parts(parallel: ParallelConfig, transfer: KVTransferConfig) -> None:
     """Refuse a connector that stores caches where ranks have other parts of them than heads and
     layers."""
-    for name in ("decode_context_parallel_size", "nnodes"):
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size", "nnodes"):
         if (value := getattr(parallel, name)) > 1:
             raise ValueError(
                 f"{name}={value} with kv_connector={transfer.kv_connector!r}, which stores caches, "

@@ -43,6 +43,7 @@ def value_identity(vllm_config: VllmConfig, kernels: str) -> dict[str, Any]:
     model = vllm_config.model_config
     parallel = vllm_config.parallel_config
     ranks, spread = parallel.tensor_parallel_size, parallel.token_spread
+    prefill = parallel.prefill_context_parallel_size
     spreads = ranks > 1 and parallel.enable_expert_parallel
     identity = {
         "config": _digest({k: v for k, v in _config(model).items() if k not in _WHERE_READ}),
@@ -61,6 +62,7 @@ def value_identity(vllm_config: VllmConfig, kernels: str) -> dict[str, Any]:
         "plugins": [_plugin(plugin) for plugin in loaded_plugins],
         "kernels": kernels,
         "tensor_parallel_size": ranks if ranks > 1 else None,
+        "prefill_context_parallel_size": prefill if prefill > 1 else None,
         "enable_expert_parallel": spreads or None,
         "token_spread": None if spread.is_whole else [spread.ranks, spread.interleave],
         "values_version": VALUES_VERSION,

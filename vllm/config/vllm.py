@@ -78,12 +78,20 @@ class VllmConfig:
         self._set_offloading_connector()
         settle_capabilities(self)
         self._check_layer_ids()
+        self._check_balancing()
         if self.kv_events_config is not None:
             self.kv_events_config.check_ports(self.parallel_config.data_parallel_size)
         if self.load_config.load_format == "dummy" and self.model_config.quantise_at_load:
             raise ValueError(
                 f"quantization={self.model_config.quantization!r} with load_format='dummy': random "
                 "weights are made in the model's dtype and not quantised; leave quantization out"
+            )
+
+    def _check_balancing(self) -> None:
+        way, caches = self.parallel_config.data_parallel_balancing, self.cache_config
+        if way == "prefix" and not caches.enable_prefix_caching:
+            raise ValueError(
+                f"data_parallel_balancing={way!r} needs enable_prefix_caching; use 'least-loaded'"
             )
 
     @cached_property

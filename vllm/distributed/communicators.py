@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
 
 from vllm.ops.ranks import ALL_THERE, LEFT, meet_ranks
+from vllm.utils.math_utils import cdiv
 
 PIECE_BYTES = 2**19
 """Bytes of a rank that are in shared memory at once, and so in the processors' caches."""
-_FLAGS_BYTES = mmap.PAGESIZE
 _CELLS = 8  # of int64 in a cache line
 _BITS_OF_TURNS = 40
 """A group has as many turns before the numbers of the next one begin."""
@@ -147,14 +147,14 @@ class SharedMemoryCommunicator:
 
 
 class PartOfGroup:
-    """Some ranks of a group, one after another, while its other ranks make the same calls."""
+    """Some ranks of a group, while its other ranks make the same calls."""
 
-    def __init__(self, whole: Communicator, first: int, size: int) -> None:
-        self._whole, self._own = whole, slice(first, first + size)
+    def __init__(self, whole: Communicator, ranks: Sequence[int]) -> None:
+        self._whole, self._ranks = whole, ranks
 
     def exchange(self, tensor: torch.Tensor) -> Iterator[Parts]:
         for place, parts in self._whole.exchange(tensor):
-            yield Parts(place, parts[self._own])
+            yield Parts(place, [parts[rank] for rank in self._ranks])
 
     def close(self) -> None:
         self._whole.close()
@@ -175,17 +175,17 @@ class SharedMemory:
         except OSError as error:
             raise ValueError(
                 f"{num_bytes} bytes of memory for {world_size} ranks cannot be had "
-                f"({error.strerror}); lower tensor_parallel_size"
+                f"({error.strerror}); lower tensor_parallel_size, or data_parallel_size"
             ) from error
         memory = torch.frombuffer(self._map, dtype=torch.uint8)
         cells = (world_size + 1) * _CELLS
         self.flags = memory[: cells * 8].view(torch.int64).view(world_size + 1, _CELLS)
-        self.slots = memory[_FLAGS_BYTES:].view(2, world_size, PIECE_BYTES)
+        self.slots = memory[_flags_bytes(world_size) :].view(2, world_size, PIECE_BYTES)
         """uint8 [2, ranks, bytes]"""
 
     @staticmethod
     def num_bytes(world_size: int) -> int:
-        return _FLAGS_BYTES + 2 * world_size * PIECE_BYTES
+        return _flags_bytes(world_size) + 2 * world_size * PIECE_BYTES
 
     @classmethod
     def make_file(cls, world_size: int) -> int:
@@ -193,3 +193,8 @@ class SharedMemory:
         file_descriptor = os.memfd_create("vllm-ranks", 0)
         os.truncate(file_descriptor, cls.num_bytes(world_size))
         return file_descriptor
+
+
+def _flags_bytes(world_size: int) -> int:
+    """Whole pages for the flags of all ranks, before the slots."""
+    return cdiv((world_size + 1) * _CELLS * 8, mmap.PAGESIZE) * mmap.PAGESIZE

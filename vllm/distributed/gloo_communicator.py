@@ -23,6 +23,7 @@ from torch._C._distributed_c10d import (
 )
 
 from vllm.distributed.communicators import GroupClosedError, Parts
+from vllm.utils import pickling
 
 _Gloo: Any = ProcessGroupGloo  # its stubs lack the options
 PIECE_BYTES = 2**22
@@ -104,7 +105,7 @@ class GlooCommunicator:
 
     def gather_objects(self, value: object) -> list[Any]:
         """Return the objects of all ranks, which have to be picklable, in their order."""
-        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        data = torch.frombuffer(bytearray(pickling.dumps(value)), dtype=torch.uint8)
         (lengths,) = self.exchange(torch.tensor([len(data)]))
         return [
             self._broadcast_object(value, data, int(length), rank)

@@ -12,12 +12,14 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from functools import cached_property
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from vllm.distributed.communicators import Communicator, GroupClosedError, PartOfGroup
 from vllm.distributed.pipeline_links import NO_LINKS, PipelineLinks
+from vllm.utils import pickling
 
 T = TypeVar("T")
 
@@ -31,12 +33,43 @@ class GroupCoordinator:
     communicator: Communicator | None = None
     """None: the group has one rank, or this process does not compute."""
     decode_context_parallel_size: int = 1
-    """Number of ranks, one after another, over which cached tokens are spread."""
+    """Number of tensor-parallel ranks, one after another, over which cached tokens are spread."""
+    prefill_context_parallel_size: int = 1
+    """Number of tensor-parallel groups, one after another, that share the tokens of a step."""
 
     @property
     def rank(self) -> int:
         """The same as :attr:`rank_in_group`; of the world's group the rank among all ranks."""
         return self.rank_in_group
+
+    def part(self, ranks: Sequence[int]) -> GroupCoordinator:
+        """Return the group of some of these ranks, among them this one.
+
+        Its collective operations are calls of all ranks: one part beside the other.
+        """
+        if len(ranks) == 1:
+            return ALONE
+        if len(ranks) == self.world_size:
+            return self
+        communicator = self.communicator
+        if communicator is not None:
+            communicator = PartOfGroup(communicator, ranks)
+        return GroupCoordinator(ranks.index(self.rank_in_group), len(ranks), communicator)
+
+    @cached_property
+    def parts(self) -> PartsOfStage:
+        """The groups within this one, if it has all ranks of a stage."""
+        rank, size = self.rank_in_group, self.world_size // self.prefill_context_parallel_size
+        first_of_groups = range(0, self.world_size, size)
+        number, decode_size = rank % size, self.decode_context_parallel_size
+        first = number // decode_size * decode_size
+        decode = range(first, first + decode_size)
+        return PartsOfStage(
+            self.part(range(rank - number, rank - number + size)),
+            self.part([first + number for first in first_of_groups]),
+            self.part([rank - number + one for one in decode]),
+            self.part([first + one for first in first_of_groups for one in decode]),
+        )
 
     @property
     def is_first_rank(self) -> bool:
@@ -57,11 +90,8 @@ class GroupCoordinator:
         tensor = tensor.contiguous()
         result = torch.empty_like(tensor)
         flat = result.view(-1)
-        for place, (first, *others) in self._open.exchange(tensor):
-            total = first.to(torch.float32, copy=True)
-            for part in others:
-                total += part
-            flat[place] = total
+        for place, parts in self._open.exchange(tensor):
+            flat[place] = _sum_in_order(parts)
         return result
 
     def broadcast(self, tensor: torch.Tensor, src: int = 0) -> torch.Tensor:
@@ -79,7 +109,7 @@ class GroupCoordinator:
         """Return rank ``src``'s object, which has to be picklable."""
         if self.world_size == 1:
             return value
-        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        data = torch.frombuffer(bytearray(pickling.dumps(value)), dtype=torch.uint8)
         length = int(self.broadcast(torch.tensor([len(data)]), src))
         if self.rank_in_group != src:
             data = torch.zeros(length, dtype=torch.uint8)
@@ -101,7 +131,41 @@ class GroupCoordinator:
         for place, parts in self._open.exchange(tensor):
             for rank, part in enumerate(parts):
                 flat[rank, place] = part
-        return torch.cat(list(whole), dim)
+        return whole.flatten(0, 1) if dim == 0 else torch.cat(list(whole), dim)
+
+    def share_of_rows(self, num_rows: int) -> int:
+        """Return how many of so many rows a rank has at most if the ranks share them in order."""
+        return -(-num_rows // self.world_size)
+
+    def own_rows(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return this rank's share of rows that all ranks have; rows behind the last one are zero.
+
+        tensor: [rows, ...] -> [share_of_rows, ...]
+        """
+        share = self.share_of_rows(len(tensor))
+        own = tensor[self.rank_in_group * share :][:share]
+        if len(own) == share:
+            return own
+        return torch.cat([own, own.new_zeros((share - len(own), *own.shape[1:]))])
+
+    def reduce_scatter_rows(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return this rank's share of the rows of ``tensor``'s sum, with the bits of
+        :meth:`all_reduce`; rows behind the last one are zero.
+
+        tensor: [rows, ...] -> [share_of_rows, ...]
+        """
+        if self.world_size == 1:
+            return tensor
+        tensor = tensor.contiguous()
+        result = tensor.new_zeros((self.share_of_rows(len(tensor)), *tensor.shape[1:]))
+        flat = result.view(-1)
+        start = self.rank_in_group * len(flat)
+        for place, parts in self._open.exchange(tensor):
+            first, last = max(start, place.start), min(start + len(flat), place.stop)
+            if first < last:
+                here = slice(first - place.start, last - place.start)
+                flat[first - start : last - start] = _sum_in_order([part[here] for part in parts])
+        return result
 
     def all_to_all(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return what each rank has for this one: [ranks, ...], by the rank that gives it.
@@ -139,11 +203,31 @@ class GroupCoordinator:
         return self.communicator
 
 
+def _sum_in_order(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    total = parts[0].to(torch.float32, copy=True)
+    for part in parts[1:]:
+        total += part
+    return total
+
+
+class PartsOfStage(NamedTuple):
+    """The groups of one rank within its stage."""
+
+    tensor: GroupCoordinator
+    """The ranks that each hold a slice of every layer."""
+    prefill: GroupCoordinator
+    """The ranks that hold the same slices and share the tokens of a step."""
+    decode: GroupCoordinator
+    """The ranks of :attr:`tensor` that spread cached tokens."""
+    context: GroupCoordinator
+    """All ranks over which cached tokens are spread."""
+
+
 ALONE = GroupCoordinator(rank_in_group=0, world_size=1)
 
 
 class _Current(threading.local):
-    tp_group = ALONE
+    stage_group = ALONE
     links = NO_LINKS
 
 
@@ -151,21 +235,21 @@ _current = _Current()
 
 
 @contextmanager
-def use_groups(tp_group: GroupCoordinator, links: PipelineLinks = NO_LINKS) -> Iterator[None]:
-    """Make these the group and the links of the layers that are made or run inside the block, on
-    this thread."""
-    previous = _current.tp_group, _current.links
-    _current.tp_group, _current.links = tp_group, links
+def use_groups(stage_group: GroupCoordinator, links: PipelineLinks = NO_LINKS) -> Iterator[None]:
+    """Make these the group of the stage's ranks and the links of the layers that are made or run
+    inside the block, on this thread."""
+    previous = _current.stage_group, _current.links
+    _current.stage_group, _current.links = stage_group, links
     try:
         yield
     finally:
-        _current.tp_group, _current.links = previous
+        _current.stage_group, _current.links = previous
 
 
-def use_groups_everywhere(tp_group: GroupCoordinator, links: PipelineLinks) -> None:
+def use_groups_everywhere(stage_group: GroupCoordinator, links: PipelineLinks) -> None:
     """Make these the group and the links of all threads of a process that serves one engine only:
     threads of connectors ask for their rank."""
-    _Current.tp_group, _Current.links = tp_group, links
+    _Current.stage_group, _Current.links = stage_group, links
 
 
 def get_pipeline_links() -> PipelineLinks:
@@ -173,9 +257,14 @@ def get_pipeline_links() -> PipelineLinks:
     return _current.links
 
 
+def get_stage_group() -> GroupCoordinator:
+    """Return the group of all ranks that have the layers of this one's pipeline stage."""
+    return _current.stage_group
+
+
 def get_tp_group() -> GroupCoordinator:
     """Return the group of the ranks that each hold a slice of every layer."""
-    return _current.tp_group
+    return _current.stage_group.parts.tensor
 
 
 def get_pp_group() -> GroupCoordinator:
@@ -189,7 +278,7 @@ def get_pp_group() -> GroupCoordinator:
 
 def get_world_group() -> GroupCoordinator:
     """Return the group of all ranks of an engine; collective operations work without stages."""
-    group, links = get_tp_group(), get_pipeline_links()
+    group, links = get_stage_group(), get_pipeline_links()
     if links.num_stages == 1:
         return group
     rank = links.stage * group.world_size + group.rank_in_group
@@ -199,7 +288,7 @@ def get_world_group() -> GroupCoordinator:
 def values_of_all_ranks(value: T) -> list[T]:
     """Return the values of all ranks of an engine, in their order; all of them call this with one
     that can be pickled."""
-    group, links = get_tp_group(), get_pipeline_links()
+    group, links = get_stage_group(), get_pipeline_links()
     values = [group.broadcast_object(value, rank) for rank in range(group.world_size)]
     if links.before is not None:
         values = [*links.before.receive()[0], *values]
@@ -231,23 +320,19 @@ def get_dp_group() -> GroupCoordinator:
 
 
 def get_dcp_group() -> GroupCoordinator:
-    """Return the group of the ranks that each hold a part of the cached tokens.
-
-    Its collective operations are calls of all ranks of :func:`get_tp_group`, one group beside the
-    other.
-    """
-    group = get_tp_group()
-    size, rank = group.decode_context_parallel_size, group.rank_in_group
-    if size == 1:
-        return ALONE
-    if size == group.world_size or group.communicator is None:
-        return group
-    part = PartOfGroup(group.communicator, rank // size * size, size)
-    return GroupCoordinator(rank % size, size, part)
+    """Return the group of the tensor-parallel ranks that each hold a part of the cached tokens."""
+    return _current.stage_group.parts.decode
 
 
-get_pcp_group = get_dp_group
-"""Return the group of the ranks that each hold a part of the tokens of a prompt: one rank."""
+def get_pcp_group() -> GroupCoordinator:
+    """Return the group of the ranks with the same weights that share the tokens of a step."""
+    return _current.stage_group.parts.prefill
+
+
+def get_context_group() -> GroupCoordinator:
+    """Return the group of all ranks that each hold a part of the cached tokens: those of
+    :func:`get_dcp_group` for each rank of :func:`get_pcp_group`."""
+    return _current.stage_group.parts.context
 
 
 def any_rank(flags: torch.Tensor) -> torch.Tensor:
@@ -256,7 +341,7 @@ def any_rank(flags: torch.Tensor) -> torch.Tensor:
     All ranks call this in the same place of a step, after their pass; it waits for all of them.
     """
     links = get_pipeline_links()
-    flags = get_tp_group().all_reduce(flags.to(torch.float32)) > 0
+    flags = get_stage_group().all_reduce(flags.to(torch.float32)) > 0
     if links.before is not None:
         flags = flags | links.before.receive()[1][0]
     if links.after is not None:

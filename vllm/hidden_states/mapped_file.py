@@ -43,9 +43,12 @@ class MappedFile:
         self.path = path
         with open_regular(path) as file:
             self._header = _read_header(path, file)
-        self.header_checksum, self.metadata, self._entries, size = self._header
-        # A private mapping: writing to a view does not change the file.
-        self._bytes = torch.from_file(path, shared=False, size=size, dtype=torch.uint8).numpy()
+            self.header_checksum, self.metadata, self._entries, size = self._header
+            # A private mapping: writing to a view does not change the file. torch takes paths in
+            # UTF-8 only.
+            opened = f"/proc/self/fd/{file.fileno()}"
+            content = torch.from_file(opened, shared=False, size=size, dtype=torch.uint8)
+        self._bytes = content.numpy()
 
     @property
     def names(self) -> set[str]:

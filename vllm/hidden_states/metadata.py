@@ -349,9 +349,14 @@ def write_json(path: str, value: object, unit: int | None = None) -> str:
 
     unit: the unit that the file belongs to, for :func:`remove_temporary_files`.
     """
-    content = (json.dumps(value, indent=1, ensure_ascii=False) + "\n").encode()
+    content = json_bytes(value) + b"\n"
     write_whole(path, content, None if unit is None else unit_name(unit))
     return checksum(content)
+
+
+def json_bytes(value: object) -> bytes:
+    """Return JSON in UTF-8. Half of a surrogate pair, which UTF-8 lacks, is escaped as in JSON."""
+    return json.dumps(value, indent=1, ensure_ascii=False).encode(errors="backslashreplace")
 
 
 def unit_name(unit: int) -> str:

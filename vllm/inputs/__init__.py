@@ -134,7 +134,7 @@ def _parse_mapping(prompt: Mapping[str, Any]) -> ParsedPrompt:
 
 def _token_ids(value: Any) -> list[int]:
     """Return a list, tuple, array or tensor of integers as a list of plain ints."""
-    if isinstance(value, _Array):
+    if not isinstance(value, list | tuple) and isinstance(value, _Array):
         try:
             value = value.tolist()
         except Exception as error:  # a tensor without data, for example

@@ -115,6 +115,7 @@ def _parts_of(
     is_table = type(owner) is VocabParallelEmbedding
     if place is None or owner is None or is_table or pair.is_embedding:
         raise _unknown(name, finder.model)
+    _check_reach(name, owner)
     module, share = files.module(files.key_of(path), pair), _share(owner, place)
     _check_shapes(name, module, share)
     if _is_elsewhere(place) or share.table not in _own_tables(owner):
@@ -170,6 +171,16 @@ def find_owner(model: nn.Module, place: WeightPlace, shared: Collection[nn.Modul
         return module
     owners = (LinearBase, VocabParallelEmbedding, LatentExpansion)
     return module if isinstance(module, owners) and place.param is module.weight else None
+
+
+def _check_reach(name: str, owner: Owner) -> None:
+    """Raise ValueError if other engines compute tokens of this one, whose adapters they lack."""
+    if isinstance(owner, Experts) and owner.engines is not None:
+        raise ValueError(
+            f"module {name!r} changes experts, which with enable_expert_parallel "
+            f"data_parallel_size={owner.engines.num_engines} engines share; use "
+            "tensor_parallel_size instead, or an adapter without experts"
+        )
 
 
 def _is_elsewhere(place: WeightPlace) -> bool:
@@ -297,6 +308,7 @@ def _parts_of_tables(
         )
     by_order = len(found) - 1 - name.count(_WRAPPED)
     _, key, place, owner, shares, whole = next((one for one in fits if one[0] == by_order), fits[0])
+    _check_reach(name, owner)
     mixture = finder.model.get_submodule(place.param_name.rpartition(".experts.")[0])
     if isinstance(mixture, FusedMoE) and mixture.num_identity_experts:
         pair = _of_experts(pair, files.rank_of(key), mixture)

@@ -21,6 +21,7 @@ from torch import nn
 from vllm.distributed.parallel_state import tensor_model_parallel_all_gather
 from vllm.forward_context import RowSink, current_row_sink
 from vllm.model_executor.layers.linear import RowParallelLinear
+from vllm.model_executor.layers.shared_tokens import all_tokens
 from vllm.v1.rows.fields.activations import (
     HOOKS,
     Activation,
@@ -50,6 +51,8 @@ class BlockHook(NamedTuple):
     """The module whose path names the point, too."""
     dtype: torch.dtype | None = None
     """None: the model's."""
+    is_share: bool = False
+    """True if each rank has the values of its own tokens, where ranks share them."""
 
 
 @runtime_checkable
@@ -84,8 +87,15 @@ class HookPoint:
     part: Part = "output"
     is_cut: bool = False
     """True if each rank has a part of the values: all of them gather it in passes that need it."""
+    is_share: bool = False
+    """True if each rank has the values of its own tokens: in passes in which ranks share them."""
     is_scattered: bool = False
     """True if each rank has a part of the values, and only their module knows the order."""
+
+    @property
+    def is_gathered(self) -> bool:
+        """True if the ranks may have to gather the values."""
+        return self.is_cut or self.is_share
 
     def field(self, name: str, stored: torch.dtype | None) -> Activation:
         """Make the field that keeps its values under ``name``; stored: dtype on the host."""
@@ -150,8 +160,10 @@ class HookPoints:
             value = inputs[0] if point.part == "input" else first_tensor(output)
         if point.is_cut:
             value = tensor_model_parallel_all_gather(value)
+        if point.is_share:
+            value = all_tokens(value)
         sink = self._get_sink()
-        if sink is None or (point.is_cut and point.names[0] not in sink.indexes_of(HOOKS)):
+        if sink is None or (point.is_gathered and point.names[0] not in sink.indexes_of(HOOKS)):
             return
         rows = value.reshape(-1, point.form.width)
         sink.put(HOOKS, point.names[0], rows.to(point.form.dtype))
@@ -164,8 +176,13 @@ def first_tensor(output: Any) -> Any:
     return output
 
 
-def find_hook_points(model: nn.Module, model_config: ModelConfig) -> HookPoints:
-    """Find all hook points of a model: those of its layers, and the stream between them."""
+def find_hook_points(
+    model: nn.Module, model_config: ModelConfig, *, are_shares: bool = False
+) -> HookPoints:
+    """Find all hook points of a model: those of its layers, and the stream between them.
+
+    are_shares: ranks have values of their own tokens inside of branches, too.
+    """
     if isinstance(model, OwnsHookPoints):
         return model.find_hook_points(model_config.dtype)
     points = []
@@ -182,8 +199,8 @@ def find_hook_points(model: nn.Module, model_config: ModelConfig) -> HookPoints:
             form = HookForm(hook.width, hook.dtype or model_config.dtype)
             row_layer = hook.module if hook.part == "input" else None
             is_cut = isinstance(row_layer, RowParallelLinear) and row_layer.tp_size > 1
-            point = HookPoint(tuple(names), layer + 1, form, hook.module, hook.part, is_cut)
-            points.append(point)
+            place = (hook.module, hook.part, is_cut, hook.is_share or are_shares)
+            points.append(HookPoint(tuple(names), layer + 1, form, *place))
     return HookPoints(with_stream(points, model_config))
 
 

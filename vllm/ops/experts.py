@@ -112,8 +112,8 @@ def sort_by_expert(experts: torch.Tensor, num_experts: int) -> SortedPairs:
     """Sort int64 [tokens, k], as written by :func:`choose_experts`. Does not wait for a device."""
     chosen, order = experts.flatten().sort(stable=True)
     boundaries = torch.arange(num_experts + 1, device=experts.device)
-    places = torch.empty_like(order)
-    places[order] = torch.arange(len(order), device=order.device)
+    numbers = torch.arange(len(order), device=order.device)
+    places = torch.empty_like(order).scatter_(0, order, numbers)
     starts = torch.searchsorted(chosen, boundaries)
     return SortedPairs(order // experts.shape[1], starts, places.view(experts.shape))
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, closing
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 import torch
+import xxhash
 from torch.utils.data import IterableDataset, get_worker_info
 
 from vllm.config.identity import value_identity
@@ -35,7 +38,8 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
-_STATE_KEYS = ("num_prompts", "shuffle", "seed", "rank", "world_size")
+_STATE_KEYS = ("num_prompts", "prompts", "shuffle", "seed", "rank", "world_size")
+_MOST_COMPARED = 16
 
 
 class ExtractingDataset(IterableDataset[Any]):
@@ -127,6 +131,7 @@ class ExtractingDataset(IterableDataset[Any]):
         self._is_under_way = False
         self._engine: BackgroundEngine | None = None
         self._cache: SampleCache | None = None
+        self._prompts_digest: str | None = None
         self.num_skipped = 0
         self.waited_seconds = 0.0
 
@@ -166,11 +171,20 @@ class ExtractingDataset(IterableDataset[Any]):
                 raise ValueError(
                     f"state_dict: {key} was {state.get(key)!r}, and is {own[key]!r} now"
                 )
-        self._epoch, self._start = int(state["epoch"]), int(state["num_read"])
-        self._num_read = self._start
+        epoch, num_read = state.get("epoch"), state.get("num_read")
+        if not isinstance(epoch, int) or epoch < 0:
+            raise ValueError(f"state_dict: epoch={epoch!r} has to be a whole number from 0 on")
+        if not isinstance(num_read, int) or not 0 <= num_read <= len(self):
+            raise ValueError(
+                f"state_dict: num_read={num_read!r} has to be a whole number from 0 to {len(self)}"
+            )
+        self._epoch, self._start, self._num_read = epoch, num_read, num_read
 
     def _own_state(self) -> dict[str, Any]:
-        values = (len(self._prompts), self._shuffle, self._seed, self._rank, self._world_size)
+        if self._prompts_digest is None:
+            self._prompts_digest = _digest_of_some(self._prompts)
+        prompts = (len(self._prompts), self._prompts_digest)
+        values = (*prompts, self._shuffle, self._seed, self._rank, self._world_size)
         return dict(zip(_STATE_KEYS, values, strict=True))
 
     def __iter__(self) -> Iterator[Any]:
@@ -194,6 +208,7 @@ class ExtractingDataset(IterableDataset[Any]):
                 self.close()
             if self._engine is None:
                 self._engine = BackgroundEngine(self._engine_args)
+                self._cache = None  # the checkpoint may have other weights now
             items = self._engine.iterate(
                 lambda: self._samples(order), self._prefetch_bytes, self._add_wait
             )
@@ -274,6 +289,21 @@ class ExtractingDataset(IterableDataset[Any]):
         identity = digest_of((values, text_rules, dataclasses.astuple(self._settings)))
         self._cache = SampleCache(self._cache_folder, identity, self._cache_bytes, self._world_size)
         return self._cache
+
+
+def _digest_of_some(prompts: Sequence[Any]) -> str:
+    """Return a digest of the first prompt and of others at even distances; settings of a prompt do
+    not count."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, ExtractRequest):
+            return value.prompt
+        is_array = isinstance(value, torch.Tensor | np.ndarray)
+        return value.tolist() if is_array else type(value).__name__
+
+    count = len(prompts)
+    some = [prompts[index] for index in range(0, count, max(1, -(-count // _MOST_COMPARED)))]
+    return xxhash.xxh3_128_hexdigest(json.dumps(some, default=plain).encode())
 
 
 def _check_one_text(params: SamplingParams) -> None:

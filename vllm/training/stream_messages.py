@@ -186,11 +186,25 @@ def _output(fields: Mapping[str, Any] | None) -> CompletionOutput | None:
 
 
 def _checked(name: str, value: Any) -> Any:
+    """Return a column's value. ValueError: it would not arrive, or as something else."""
+    known = "a stream takes texts, numbers, and lists and dicts of them"
     try:
+        if (kind := _other_type(value)) is not None:
+            raise TypeError(f"a {kind} cannot be published")
         msgspec.msgpack.encode(value)
-    except (TypeError, OverflowError) as error:
-        raise ValueError(
-            f"columns[{name!r}]: {error}; a stream takes texts, numbers, and lists and dicts of "
-            "them"
-        ) from None
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise ValueError(f"columns[{name!r}]: {error}; {known}") from None
     return value
+
+
+def _other_type(value: Any) -> str | None:
+    """Name the type of a part that messages turn into something else; None: they turn nothing."""
+    if value is None or isinstance(value, str | bytes | int | float):
+        return None
+    if isinstance(value, dict):
+        parts = [*value, *value.values()]
+    elif isinstance(value, list | tuple):
+        parts = [*value]
+    else:
+        return type(value).__name__
+    return next(filter(None, map(_other_type, parts)), None)

@@ -93,6 +93,11 @@ def _end_process(process: subprocess.Popen[bytes], folder: str) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
+def ending_of(noun: str, number: int, status: int) -> str:
+    """Say how the process of a rank or an engine ended."""
+    return f"the process of {noun} {number} ended with status {status}"
+
+
 def receive_settings(folder: str) -> Any:
     """Wait for the object that the parent sends; from then on, end this process when the parent is
     gone, even after SIGKILL: standard input closes then. SystemExit: it is gone already.

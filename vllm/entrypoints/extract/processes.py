@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import multiprocessing
 import os
 import signal
@@ -85,7 +86,8 @@ def run_processes(
     """Do ``units`` in processes of this machine; otherwise the same as :func:`run_pool`."""
     platform = get_platform(job.engine_args.device)
     args = job.engine_args
-    num_parts = num_workers * args.tensor_parallel_size * args.pipeline_parallel_size
+    sizes = (args.tensor_parallel_size, args.pipeline_parallel_size)
+    num_parts = num_workers * math.prod([*sizes, args.prefill_context_parallel_size])
     context = multiprocessing.get_context("spawn")
     manager = QueueManager(ctx=context)
     manager.start(initializer=end_with_parent)

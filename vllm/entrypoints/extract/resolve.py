@@ -62,6 +62,14 @@ _NOT_STATED: dict[str, Any] = {
     "pack_last": "drop",
 }
 """Values that settings leave out, as the settings of older datasets do."""
+_OF_SERVERS = (
+    "data_parallel_size_local",
+    "data_parallel_start_rank",
+    "data_parallel_rank",
+    "data_parallel_external_lb",
+    "data_parallel_hybrid_lb",
+)
+"""Options that place the engines of a front end."""
 _HAVE_A_PLACE = ("config", "hub_id", "hub_commit")
 """Entries of an identity that have their own fields in the settings."""
 _ALWAYS_STATED = ("kv_cache_dtype", "mamba_cache_dtype", "mamba_ssm_cache_dtype")
@@ -82,6 +90,13 @@ class Resolved:
         refuse_unless(args.data_parallel_size >= 1, args, "data_parallel_size", "use at least 1")
         is_one = args.nnodes == 1 or args.data_parallel_size == 1
         refuse_unless(is_one, args, "nnodes", "with data_parallel_size=1 only")
+        shares_nothing = not args.enable_expert_parallel or args.data_parallel_size == 1
+        name = "enable_expert_parallel"
+        advice = "with data_parallel_size=1 only: processes with units of their own do not meet"
+        refuse_unless(shares_nothing, args, name, advice)
+        for name in _OF_SERVERS:
+            is_left_out = getattr(args, name) == getattr(EngineArgs, name)
+            refuse_unless(is_left_out, args, name, "with vllm serve and AsyncLLM only")
         is_ours = args.distributed_executor_backend != "external_launcher"
         name = "distributed_executor_backend"
         refuse_unless(is_ours, args, name, "each process would write the dataset; use 'mp'")

@@ -96,7 +96,8 @@ class ServerSettings:
     """Unix domain socket to listen on, instead of host and port."""
     headless: bool = False
     """Serve nothing here, but run this machine's ranks for the engine of node 0 (--nnodes,
-    --node-rank, --master-addr)."""
+    --node-rank, --master-addr), or this machine's engines for the front end there
+    (--data-parallel-size, --data-parallel-start-rank, --data-parallel-address)."""
     root_path: PathPrefix = ""
     """Path prefix under which a proxy serves this server; the proxy may keep or remove it in the
     requests that it passes on."""

@@ -22,16 +22,11 @@ from typing import TYPE_CHECKING
 from fastapi import Request
 from safetensors import SafetensorError, safe_open
 
-from vllm.config.connectors import find_connector_class
 from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (
-    ExampleHiddenStatesConnector,
     cleanup_hidden_states,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_options import HiddenStatesOptions
-from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
-    MultiConnector,
-    sub_connector_configs,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1.storage_folder import storage_options
 from vllm.entrypoints.openai.errors import ApiError
 from vllm.hidden_states.mapped_file import DamagedFileError, check_file, header_checksum
 from vllm.logger import init_logger
@@ -59,19 +54,6 @@ def storage_folder(config: VllmConfig, settings: ServerSettings) -> str | None:
     if there is neither."""
     options = storage_options(config)
     return settings.hidden_states_folder if options is None else options.shared_storage_path
-
-
-def storage_options(config: VllmConfig) -> HiddenStatesOptions | None:
-    """Return the options of our connector; None if no such connector is configured."""
-    transfer = config.connector_config
-    if transfer is None or config.speculative_config is None:
-        return None
-    is_multi = transfer.kv_connector == MultiConnector.__name__
-    for part in sub_connector_configs(transfer) if is_multi else [transfer]:
-        is_ours = issubclass(find_connector_class(part), ExampleHiddenStatesConnector)
-        if is_ours and part.is_kv_producer:
-            return HiddenStatesOptions.among(part.kv_connector_extra_config)
-    return None
 
 
 class QuotaExceededError(ApiError):

@@ -49,6 +49,7 @@ class PooledAnswer(ABC, Generic[BodyT]):
         self.state = state
         self.body = body
         self._request = request
+        self._adapter = state.adapters.find(body.model)
 
     @abstractmethod
     def options(self, **of_prompts: Any) -> PoolingOptions:
@@ -62,9 +63,8 @@ class PooledAnswer(ABC, Generic[BodyT]):
         """Return the reply. Raises ValueError or ApiError if the request cannot be served, and
         HiddenStatesError if the states of an input are wrong."""
         body = self.body
-        adapter = self.state.adapters.find(body.model)
         prompts = [
-            ExtractRequest(prompt, lora_request=adapter)
+            ExtractRequest(prompt, lora_request=self._adapter)
             for prompt in await self.state.beside_loop(self._request, self._prompts)
         ]
         options = self.options(
@@ -106,11 +106,12 @@ class PooledAnswer(ABC, Generic[BodyT]):
         encode = msgspec.json.encode
         items = (self.item(index, result) for index, result in enumerate(results))
         num_tokens = sum(len(result.prompt_token_ids) for result in results)
+        adapter = self._adapter
         reply = {
             "id": self.id,
             "object": "list",
             "created": int(self.arrival_time),
-            "model": self.state.model_name,
+            "model": self.state.model_name if adapter is None else adapter.lora_name,
             "data": [msgspec.Raw(encode(item)) for item in items],
             "usage": Usage.of(num_tokens, 0).model_dump(),
         }

@@ -99,7 +99,7 @@ def check_weight_transfer(settings: ServerSettings, config: VllmConfig) -> None:
             'use "gloo"'
         )
     parallel = config.parallel_config
-    num_workers = parallel.world_size * parallel.data_parallel_size
+    num_workers = parallel.world_size * len(parallel.engines_served)
     if transfer is not None and num_workers > 1:
         raise ValueError(
             f"weight_transfer_config is not supported with {num_workers} workers; use "
@@ -284,7 +284,8 @@ class Server:
             check_text("served_model_name", name)
         folder = storage_folder(config, self.settings)
         check_text("shared_storage_path", folder or "")
-        metrics = ServerMetrics(lambda: self.engine.stats, served_model_names[0])
+        first = str(config.parallel_config.engines_served.start)
+        metrics = ServerMetrics(lambda: self.engine.stats, served_model_names[0], first)
         self.engine.metrics = metrics
         self.engine.on_connector_stats.append(metrics.follow_connector(config))
         store = metrics.store = HiddenStatesStore.from_config(config, self.settings)

@@ -21,8 +21,10 @@ if TYPE_CHECKING:
 class ServerMetrics(EngineMetrics):
     """The metrics of an engine, of its server's HTTP responses and of its storage folder."""
 
-    def __init__(self, read_stats: Callable[[], EngineStats], model_name: str) -> None:
-        super().__init__(read_stats, model_name)
+    def __init__(
+        self, read_stats: Callable[[], EngineStats], model_name: str, engine: str = "0"
+    ) -> None:
+        super().__init__(read_stats, model_name, engine)
         self.start_time = time.time()
         self.responses: Counter[int] = Counter()
         """HTTP status -> number of responses."""

@@ -15,9 +15,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connecto
     ExampleHiddenStatesConnector,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_tracker import TRANSFER_PARAMS
+from vllm.distributed.kv_transfer.kv_connector.v1.storage_folder import storage_options
 from vllm.entrypoints.openai.adapters import ServedAdapters
 from vllm.entrypoints.openai.errors import ApiError
-from vllm.entrypoints.openai.hidden_states_store import storage_options
 from vllm.entrypoints.openai.row_memory import RowMemory
 from vllm.entrypoints.openai.served_weights import ServedWeights
 from vllm.entrypoints.openai.steering_store import SteeringStore

@@ -1,7 +1,8 @@
 """A Hugging Face dataset with a row per sample: ``datasets.load_from_disk(FOLDER)``.
 
-Columns: sample, record, token_ids, positions, hidden_states [rows, layers, hidden], the other
-tensors of a row (such as loss_mask), and columns that were kept, as one text of JSON.
+Columns: sample, record, token_ids, positions, hidden_states [rows, layers, hidden] if there are
+layers, the other tensors of a row (such as loss_mask), and columns that were kept, as one text of
+JSON.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ class Exporter(ArrowExporter):
 
     def _columns(self, stored: HiddenStatesSample) -> dict[str, Column]:
         tensors, constants = fields_of(stored, self._settings)
-        others = {name: nested(tensor) for name, tensor in (tensors | constants).items()}
+        # Arrow has no lists of the length 0.
+        rows = {"hidden_states": stored.hidden_states} if stored.layer_ids else {}
+        others = {name: nested(one) for name, one in (rows | tensors | constants).items()}
         if self._settings.has_columns:
             others["columns"] = scalar(json.dumps(dict(stored.columns)), pa.string())
         return {
@@ -28,6 +31,5 @@ class Exporter(ArrowExporter):
             "record": scalar(stored.record, pa.int64()),
             "token_ids": nested(stored.token_ids),
             "positions": nested(stored.positions),
-            "hidden_states": nested(stored.hidden_states),
             **others,
         }

@@ -9,7 +9,6 @@ shard-00000.json                layers, and the place of each sample
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from typing import IO, Any
@@ -19,7 +18,7 @@ import torch
 
 from vllm.hidden_states.export import Exporter as _Exporter
 from vllm.hidden_states.export import host_array
-from vllm.hidden_states.metadata import DatasetSettings, UnitRecord
+from vllm.hidden_states.metadata import DatasetSettings, UnitRecord, json_bytes
 from vllm.hidden_states.sample import HiddenStatesSample
 from vllm.hidden_states.units import fields_of
 
@@ -78,8 +77,8 @@ class Exporter(_Exporter):
             **self._constants,
             "samples": self._listed,
         }
-        with open(self._add_file(f"{self._stem}.json"), "x", encoding="utf-8") as file:
-            json.dump(about, file, indent=1, ensure_ascii=False)
+        with open(self._add_file(f"{self._stem}.json"), "xb") as file:
+            file.write(json_bytes(about))
         return super().commit()
 
 

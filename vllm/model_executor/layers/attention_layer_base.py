@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
 from vllm.config import get_current_vllm_config
+from vllm.utils.token_spread import WHOLE, TokenSpread
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -21,6 +22,8 @@ class AttentionLayerBase(ABC):
 
     layer_name: str
     kv_cache: Any
+    spread: TokenSpread = WHOLE
+    """The ranks over which the tokens that it keeps are spread."""
 
     @abstractmethod
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import nn
 
 from vllm.config import get_current_vllm_config_or_none
+from vllm.distributed.engine_group import get_engine_group
 from vllm.distributed.parallel_state import (
     get_tensor_model_parallel_rank,
     get_tensor_model_parallel_world_size,
@@ -22,10 +23,17 @@ from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.layer import Layer
 from vllm.model_executor.layers.linear import ReplicatedLinear, ShardId, divide, replicated_linear
 from vllm.model_executor.layers.quantization.at_load import quantise_of_current_config
+from vllm.model_executor.layers.shared_experts import RoutedTokens, SharedExperts
 from vllm.model_executor.layers.weight import Weight, weight_of
 from vllm.model_executor.layers.weight_share import Run, Share, Stored
 from vllm.model_executor.utils import check_shape, make_parameter
-from vllm.ops.experts import choose_experts, combine_experts, expert_linear, sort_by_expert
+from vllm.ops.experts import (
+    SortedPairs,
+    choose_experts,
+    combine_experts,
+    expert_linear,
+    sort_by_expert,
+)
 from vllm.ops.packed_linear import PackedExperts, PackedWeight
 from vllm.ops.plain_math import sigmoid
 from vllm.v1.rows.fields.experts import Experts as ExpertChoices
@@ -34,6 +42,8 @@ _FEWEST_TOKENS = 1024
 _ROWS_OF_AN_EXPERT = 128
 """Rows of an expert that are computed at a time. More tokens need more memory, which is slow when
 it is new; fewer rows wait for the expert's weights (measured on a CPU)."""
+_PAIRS_OF_A_GROUP = 128
+"""Pairs that are gathered and activated together if they belong to several experts."""
 
 
 def tokens_at_once(num_experts: int, top_k: int) -> int:
@@ -154,8 +164,8 @@ class Experts(Layer):
     """The experts' weights, gate above up, and their products.
 
     Each expert is cut over the ranks or, with ``enable_expert_parallel``, each rank has some of
-    them whole. With two ``projections`` there is no gate, and ``gate_up_proj`` is the one before
-    the activation.
+    them whole: each rank of this engine or, if engines share experts, of all of them. With two
+    ``projections`` there is no gate, and ``gate_up_proj`` is the one before the activation.
 
     In a checkpoint either one tensor holds all experts (``gate_up_proj`` [experts, 2 I, H],
     ``down_proj`` [experts, H, I], biases ``gate_up_proj_bias``, ``down_proj_bias``), or each
@@ -178,20 +188,27 @@ class Experts(Layer):
         self.whole_size = intermediate_size
         self.tp_rank, self._ranks = get_tensor_model_parallel_rank(), get_tp_group()
         tp_size = get_tensor_model_parallel_world_size()
-        self._is_spread = tp_size > 1 and _spreads_experts()
-        parts = tp_size if self._is_spread else 1
-        self._bounds = [num_experts * rank // parts for rank in range(parts + 1)]
+        self.engines = get_engine_group()
+        """The engines that share the experts; None: this one has them all."""
+        rank, parts = self.tp_rank, tp_size if _spreads_experts() else 1
+        if self.engines is not None:
+            rank, parts = self.engines.rank, self.engines.world_size
+        self._is_spread = parts > 1
+        self.bounds = [num_experts * part // parts for part in range(parts + 1)]
         """First expert of each rank, and the number of experts."""
         self.own = range(num_experts)
         if self._is_spread:
-            if num_experts < tp_size:
+            if num_experts < parts:
+                sizes = f"tensor_parallel_size={tp_size}"
+                if self.engines is not None:
+                    sizes = f"data_parallel_size={self.engines.num_engines} times {sizes}"
                 raise ValueError(
                     f"enable_expert_parallel: the {num_experts} experts of {prefix!r} cannot be "
-                    f"spread over tensor_parallel_size={tp_size} ranks; use at most {num_experts}"
+                    f"spread over {sizes} ranks; use at most {num_experts}"
                 )
-            self.own = range(*self._bounds[self.tp_rank : self.tp_rank + 2])
-            self.tp_rank = 0  # of one that has whole experts
-        self.size = divide(intermediate_size, tp_size // parts, f"the experts' width of {prefix!r}")
+            self.own = range(*self.bounds[rank : rank + 2])
+            self.tp_rank, tp_size = 0, 1  # of one that has whole experts
+        self.size = divide(intermediate_size, tp_size, f"the experts' width of {prefix!r}")
         self.projections = projections
         self.num_inputs = len(projections) - 1
         self.activation = activation or SiluAndMul()
@@ -300,6 +317,26 @@ class Experts(Layer):
         if self.tp_rank:
             param.data.zero_()
 
+    def compute(
+        self,
+        inputs: torch.Tensor,
+        pairs: SortedPairs,
+        factors: torch.Tensor | None,
+        out: torch.Tensor,
+    ) -> None:
+        """Write the outputs of the pairs of this rank's experts. out: [pairs, hidden].
+
+        factors: float32 [tokens, top_k], what multiplies the inputs, [tokens, hidden]; None:
+        nothing does.
+        """
+        rows: torch.Tensor | None = pairs.tokens
+        if factors is not None:
+            by_pair = torch.empty_like(factors).flatten()
+            by_pair[pairs.places.flatten()] = factors.flatten()
+            inputs = (inputs.float()[pairs.tokens] * by_pair[:, None]).to(inputs.dtype)
+            rows = None
+        self(inputs, rows, pairs.starts, out, pairs.tokens)
+
     def forward(
         self,
         x: torch.Tensor,
@@ -324,7 +361,7 @@ class Experts(Layer):
         weights = [weight_of(each) for each in (self.gate_up_proj, self.down_proj)]
         is_adapted = any(each.is_adapted for each in weights) and current_adapters() is not None
         if not all(each.is_in_rows for each in weights):
-            self._run_one_by_one(x, rows, starts, out, tokens if is_adapted else None)
+            self._run_in_groups(x, rows, starts, out, tokens if is_adapted else None)
             return
         gate_up = x.new_empty((len(out), self.num_inputs * self.size))
         expert_linear(x, rows, starts, self.gate_up_proj, self.gate_up_proj_bias, gate_up)
@@ -336,10 +373,10 @@ class Experts(Layer):
             self._adapt(weights[1], inner, None, starts, out, tokens)
 
     def complete(self, out: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
-        """Return the outputs of all pairs, from what each rank has of them."""
+        """Return the outputs of all pairs, from what each rank of this engine has of them."""
         if not self._is_spread:
             return tensor_model_parallel_all_reduce(out)
-        ends = starts[self._bounds].tolist()
+        ends = starts[self.bounds].tolist()
         counts = [end - begin for begin, end in pairwise(ends)]
         own = self._ranks.rank_in_group
         rows = get_tp_group().gather_rows(out[ends[own] : ends[own + 1]], counts)
@@ -361,7 +398,7 @@ class Experts(Layer):
                 with only_rows(tokens[begin:end]):
                     weight.adapt(own, out[begin:end], expert)
 
-    def _run_one_by_one(
+    def _run_in_groups(
         self,
         x: torch.Tensor,
         rows: torch.Tensor | None,
@@ -369,36 +406,64 @@ class Experts(Layer):
         out: torch.Tensor,
         tokens: torch.Tensor | None,
     ) -> None:
-        """Run one expert after another, so what lies between its products stays in the caches.
+        """Run a few pairs after others, so what lies between their products stays in the caches.
 
         tokens: None: no token of the pass has an adapter of an expert.
         """
-        bounds = list(pairwise(starts.tolist()))
-        most = max(end - begin for begin, end in bounds)
+        groups = _groups(starts.tolist())
+        most = max((group[-1].end - group[0].begin for group in groups), default=0)
         gathered = None if rows is None else x.new_empty((most, self.hidden_size))
         wide = x.new_empty((most, self.num_inputs * self.size))
-        for expert, (begin, end) in enumerate(bounds):
-            count = end - begin
-            if not count:
-                continue
-            own = x[begin:end]
+        for group in groups:
+            begin, end = group[0].begin, group[-1].end
+            own, inner = x[begin:end], wide[: end - begin]
             if rows is not None and gathered is not None:
-                own = torch.index_select(x, 0, rows[begin:end], out=gathered[:count])
+                own = torch.index_select(x, 0, rows[begin:end], out=gathered[: end - begin])
+            there = None if tokens is None else tokens[begin:end]
+            self._multiply(self.gate_up_proj, self.gate_up_proj_bias, group, own, inner, there)
+            inner = self.activation(inner)
+            own_out = out[begin:end]
+            self._multiply(self.down_proj, self.down_proj_bias, group, inner, own_out, there)
+
+    @staticmethod
+    def _multiply(
+        parameter: nn.Parameter,
+        biases: torch.Tensor | None,
+        group: Sequence[_Pairs],
+        x: torch.Tensor,
+        out: torch.Tensor,
+        tokens: torch.Tensor | None,
+    ) -> None:
+        """Write the products of a group's experts with one weight. x, out, tokens: the group's."""
+        weight, start = weight_of(parameter), group[0].begin
+        for expert, begin, end in group:
+            own = slice(begin - start, end - start)
+            bias = None if biases is None else biases[expert]
             if tokens is None:
-                self._run(expert, own, wide[:count], out[begin:end])
+                weight.multiply_into(x[own], bias, out[own], expert)
                 continue
-            with only_rows(tokens[begin:end]):
-                self._run(expert, own, wide[:count], out[begin:end])
-
-    def _run(self, expert: int, x: torch.Tensor, inner: torch.Tensor, out: torch.Tensor) -> None:
-        bias = _of(self.gate_up_proj_bias, expert)
-        weight_of(self.gate_up_proj).multiply_into(x, bias, inner, expert)
-        bias = _of(self.down_proj_bias, expert)
-        weight_of(self.down_proj).multiply_into(self.activation(inner), bias, out, expert)
+            with only_rows(tokens[own]):
+                weight.multiply_into(x[own], bias, out[own], expert)
 
 
-def _of(biases: torch.Tensor | None, expert: int) -> torch.Tensor | None:
-    return None if biases is None else biases[expert]
+class _Pairs(NamedTuple):
+    """The pairs ``begin`` to ``end - 1``, which are those of one expert."""
+
+    expert: int
+    begin: int
+    end: int
+
+
+def _groups(starts: list[int]) -> list[list[_Pairs]]:
+    """Divide the experts that have pairs: as many in a row as have few pairs together."""
+    groups: list[list[_Pairs]] = []
+    for expert, (begin, end) in enumerate(pairwise(starts)):
+        if begin == end:
+            continue
+        if not groups or end - groups[-1][0].begin > _PAIRS_OF_A_GROUP:
+            groups.append([])
+        groups[-1].append(_Pairs(expert, begin, end))
+    return groups
 
 
 class RoutedLayer(Layer):
@@ -441,6 +506,19 @@ def number_routed_layers(model: nn.Module) -> ExpertChoices:
         layer.trace_index = index
     most_experts = max(layer.num_experts for _, layer in found)
     return ExpertChoices(tuple(number for number, _ in found), most_experts, top_ks.pop())
+
+
+def number_shared_mixtures(model: nn.Module) -> list[FusedMoE]:
+    """Number the mixtures whose experts several engines share; returns them in their order."""
+    found = [
+        (_layer_of(name), one)
+        for name, one in model.named_modules()
+        if isinstance(one, FusedMoE) and one.shared is not None
+    ]
+    found.sort(key=lambda pair: pair[0])
+    for place, (layer, one) in enumerate(found):
+        one.place, one.layer = place, layer
+    return [one for _, one in found]
 
 
 def _layer_of(name: str) -> int:
@@ -508,6 +586,14 @@ class FusedMoE(RoutedLayer):
             self.shared_expert_gate = replicated_linear(
                 hidden_size, 1, f"{prefix}.shared_expert_gate", params_dtype=torch.float32
             )
+        self.shared: SharedExperts | None = None
+        """The experts that several engines share, if they do."""
+        if experts.engines is not None:
+            self.shared = SharedExperts(
+                experts, experts.engines, rule.top_k, weighs_input=weighs_input
+            )
+        self.place = self.layer = 0
+        """If engines share experts: the number among such mixtures, and the decoder layer's."""
 
     def forward(self, x: torch.Tensor, routed_by: torch.Tensor | None = None) -> torch.Tensor:
         """[tokens, hidden] -> [tokens, hidden].
@@ -515,38 +601,55 @@ class FusedMoE(RoutedLayer):
         routed_by: the router's input, float32 [tokens, hidden]; None: x.
         """
         output = x.new_empty(x.shape)
-        most = min(len(x), self.tokens_at_once)
-        by_pair = x.new_empty((most * self.router.rule.top_k, self.experts.hidden_size))
-        for start in range(0, len(x), self.tokens_at_once):
-            piece = slice(start, start + self.tokens_at_once)
+        for piece, counts in self._rounds(len(x)):
+            if counts is not None and piece.start >= len(x):
+                assert self.shared is not None
+                self.shared.serve(counts, x.dtype)
+                continue
             exact = x[piece].float()
             read = exact if routed_by is None else routed_by[piece]
             with only_rows(piece):
-                self._compute(x[piece], exact, read, by_pair, output[piece])
+                self._compute(x[piece], exact, read, counts, output[piece])
         return output
+
+    def serve(self, dtype: torch.dtype) -> None:
+        """Compute for other engines in a pass that this one does not make, or has ended."""
+        assert self.shared is not None
+        for _, counts in self._rounds(None):
+            assert counts is not None
+            self.shared.serve(counts, dtype)
+
+    def _rounds(self, num_tokens: int | None) -> Iterator[tuple[slice, list[int] | None]]:
+        """Yield the tokens that are computed at a time, with the number of those that each engine
+        brings; None: no engine shares the experts."""
+        at_once, counts = self.tokens_at_once, None
+        if self.experts.engines is not None:
+            counts = self.experts.engines.begin_place(self.place, self.layer, num_tokens)
+        for start in range(0, max(counts or [num_tokens or 0]), at_once):
+            here = counts and [min(max(count - start, 0), at_once) for count in counts]
+            yield slice(start, start + at_once), here
 
     def _compute(
         self,
         x: torch.Tensor,
         exact: torch.Tensor,
         routed_by: torch.Tensor,
-        by_pair: torch.Tensor,
+        counts: list[int] | None,
         output: torch.Tensor,
     ) -> None:
         weights, chosen = self.router(routed_by)
         self.tell_choice(chosen, weights)
         inputs = x if self.latent is None else self.latent.down(x)
         pairs = sort_by_expert(chosen, self.experts.num_experts)
-        outputs = by_pair[: len(pairs.tokens)]
+        factors = None
         if self.weighs_input:
-            sorted_weights = torch.empty_like(weights).flatten()
-            sorted_weights[pairs.places.flatten()] = weights.flatten()
-            weighted = (inputs.float()[pairs.tokens] * sorted_weights[:, None]).to(x.dtype)
-            self.experts(weighted, None, pairs.starts, outputs, pairs.tokens)
-            weights = torch.ones_like(weights)
+            factors, weights = weights, torch.ones_like(weights)
+        if self.shared is None or counts is None:
+            outputs = x.new_empty((len(pairs.tokens), self.experts.hidden_size))
+            self.experts.compute(inputs, pairs, factors, outputs)
+            outputs = self.experts.complete(outputs, pairs.starts)
         else:
-            self.experts(inputs, pairs.tokens, pairs.starts, outputs, pairs.tokens)
-        outputs = self.experts.complete(outputs, pairs.starts)
+            outputs = self.shared.outputs(RoutedTokens(inputs, chosen, factors), counts)
         if self.num_identity_experts:  # their pairs come last
             pair = torch.arange(len(outputs), device=x.device)
             is_identity = (pair >= pairs.starts[-1])[:, None]

@@ -19,10 +19,10 @@ from vllm.distributed.parallel_state import (
     get_tensor_model_parallel_rank,
     get_tensor_model_parallel_world_size,
     tensor_model_parallel_all_gather,
-    tensor_model_parallel_all_reduce,
 )
 from vllm.model_executor.layers.layer import Layer
 from vllm.model_executor.layers.quantization.at_load import quantise_of_current_config
+from vllm.model_executor.layers.shared_tokens import sum_over_ranks
 from vllm.model_executor.layers.weight import Weight, weight_of
 from vllm.model_executor.layers.weight_share import HeadSlice, Run, Share, Stored, joined
 from vllm.model_executor.utils import check_shape, make_parameter
@@ -324,6 +324,10 @@ class QKVParallelLinear(ColumnParallelLinear):
 class RowParallelLinear(LinearBase):
     """A layer whose input features are cut over the ranks, and whose outputs are summed."""
 
+    ends_branch: bool = False
+    """True if what follows computes every token alone until the sum with the stream: each rank
+    gets its share if the ranks share tokens."""
+
     def __init__(
         self,
         input_size: int,
@@ -371,7 +375,7 @@ class RowParallelLinear(LinearBase):
         adds_bias = not self.skip_bias_add and self.tp_rank == 0
         output = weight_of(self.weight).multiply(x, self.bias if adds_bias else None)
         if self.reduce_results and self.tp_size > 1:
-            output = tensor_model_parallel_all_reduce(output)
+            output = sum_over_ranks(output, ends_branch=self.ends_branch)
         return self.finish(output)
 
 

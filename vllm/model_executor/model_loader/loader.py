@@ -235,15 +235,19 @@ def get_model(*, vllm_config: VllmConfig) -> nn.Module:
     files = find_weights(vllm_config)
     model = initialize_model(vllm_config)
     _keep_stage(model, vllm_config)
+    quantization = vllm_config.model_config.head_quantization
+    parallel = vllm_config.parallel_config
+    has_head = parallel.stage == parallel.pipeline_parallel_size - 1
     if files is None:
         initialize_dummy_weights(model, vllm_config.model_config.seed)
     else:
         if is_all_ours(model):  # foreign models may read weights while they load
+            if has_head and quantization is None:
+                prepare_heads(model, None)
             begin_weights(model)
         load_checkpoint(model, vllm_config, files)
-    parallel = vllm_config.parallel_config
-    if parallel.stage == parallel.pipeline_parallel_size - 1:  # the one with the head
-        prepare_heads(model, vllm_config.model_config.head_quantization)
+    if has_head:  # again, because a checkpoint may tie it or bring codes
+        prepare_heads(model, quantization)
     finish_weights(model)
     logger.info(
         "%s: %s of weights in %.1f s.",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -44,7 +45,7 @@ class TensorLimit(TorchFunctionMode):
         if func not in _MAKERS or "out" in kwargs:
             return func(*args, **kwargs)
         options = {name: value for name, value in kwargs.items() if name not in _NOT_ON_META}
-        outline: torch.Tensor = func(*args, **{**options, "device": "meta"})
+        outline = make_outline(func, args, {**options, "device": "meta"})
         if outline.nbytes > self._memory_bytes:
             raise self._too_large(outline)
         try:
@@ -64,3 +65,31 @@ class TensorLimit(TorchFunctionMode):
             f"config.json: {max(sizes)[1]} makes a tensor of shape {list(outline.shape)}, "
             f"{format_bytes(outline.nbytes)}; this machine has {format_bytes(self._memory_bytes)}"
         )
+
+
+def make_outline(
+    func: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]
+) -> torch.Tensor:
+    """Call ``func``; on "meta" the tensor that it makes has a shape and no memory."""
+    if func is torch.arange:
+        args, options = _length_of_range(*args, **options)
+        func = torch.empty
+    outline: torch.Tensor = func(*args, **options)
+    return outline
+
+
+def _length_of_range(*bounds: Any, **options: Any) -> tuple[tuple[int], dict[str, Any]]:
+    """Arguments of ``torch.empty`` for the tensor that ``torch.arange`` makes of these.
+
+    For a range on "meta" torch imports its compiler, which takes a second.
+    """
+    names = ("end",) if len(bounds) == 1 and "end" not in options else ("start", "end", "step")
+    given = {"start": 0, "step": 1, **dict(zip(names, bounds, strict=False))}
+    given |= {name: options.pop(name) for name in given.keys() | {"end"} if name in options}
+    start, end, step = numbers = [
+        one.item() if isinstance(one, torch.Tensor) else one
+        for one in (given["start"], given["end"], given["step"])
+    ]
+    if all(isinstance(number, int) for number in numbers):
+        options.setdefault("dtype", torch.int64)
+    return (max(math.ceil((end - start) / step), 0) if step else 0,), options

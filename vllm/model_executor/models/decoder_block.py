@@ -17,7 +17,7 @@ from torch import nn
 from vllm.config.model_facts import config_value
 from vllm.model_executor.hook_points import BlockHook
 from vllm.model_executor.layers.activation import get_act_and_mul_fn, get_act_fn
-from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.attention import Attention, AttentionLayerBase
 from vllm.model_executor.layers.fused_moe import Router
 from vllm.model_executor.layers.layer import Layer
 from vllm.model_executor.layers.linear import (
@@ -32,6 +32,7 @@ from vllm.model_executor.layers.rotary_embedding import (
     get_rope,
     read_rope_parameters,
 )
+from vllm.model_executor.layers.shared_tokens import own_tokens, run_branch
 from vllm.model_executor.layers.weight_share import HeadSlice
 from vllm.model_executor.models.decoder_loop import Stream
 from vllm.model_executor.utils import make_parameter
@@ -278,7 +279,9 @@ class DecoderBlock(Layer):
     Norms before attention and MLP are ``input_layernorm`` and ``post_attention_layernorm``, as in
     Llama; norms after them are ``attention_output_norm`` and ``mlp_output_norm``. A subclass that
     combines mixers in another way overrides :meth:`mix`; if its MLP reads more than the normed
-    stream, it overrides :meth:`feed_forward`.
+    stream, it overrides :meth:`feed_forward`. One that adds branches to the stream in another way
+    overrides :meth:`forward`, which runs them by :meth:`run_mixers` and :meth:`run_mlp` because
+    ranks may share the tokens of the stream.
     """
 
     def __init__(
@@ -300,6 +303,13 @@ class DecoderBlock(Layer):
         self.has_mixer = attention is not None or bool(recurrent)
         assert self.has_mixer or mlp is not None
         assert layout.parallel == "no" or (self.has_mixer and mlp is not None)
+        self._mlp_needs_all = mlp is not None and _needs_all_tokens(mlp, self)
+        self._mixers_need_all = any(
+            _needs_all_tokens(mixer, self) for mixer in self._branches() if mixer is not mlp
+        )
+        for branch in self._branches():
+            if (last := _last_layer(branch)) is not None:
+                last.ends_branch = True
         has_mlp_norm = mlp is not None and layout.parallel != "one norm"
 
         def norm_if(is_there: bool) -> nn.Module | None:
@@ -309,6 +319,14 @@ class DecoderBlock(Layer):
         self.post_attention_layernorm = norm_if(layout.norms_before and has_mlp_norm)
         self.attention_output_norm = norm_if(layout.norms_after and self.has_mixer)
         self.mlp_output_norm = norm_if(layout.norms_after and mlp is not None)
+
+    def _branches(self) -> Iterator[nn.Module]:
+        """Yield the mixers and the MLP."""
+        if self.self_attn is not None:
+            yield self.self_attn
+        yield from map(self.get_submodule, self.recurrent_names)
+        if self.mlp is not None:
+            yield self.mlp
 
     def hook_points(self) -> Iterator[BlockHook]:
         """Yield the places in this block whose values requests can ask for."""
@@ -320,7 +338,8 @@ class DecoderBlock(Layer):
                 yield BlockHook(("attn.hook_z",), output, output.input_size, "input")
         for name in self.recurrent_names:
             mixer = self.get_submodule(name)
-            yield BlockHook((f"{name}.hook_out",), mixer, size, path_of=mixer)
+            is_share = _last_layer(mixer) is not None
+            yield BlockHook((f"{name}.hook_out",), mixer, size, path_of=mixer, is_share=is_share)
         if mlp is None:
             return
         yield from self._branch_hooks("mlp", mlp, self.mlp_output_norm)
@@ -336,34 +355,49 @@ class DecoderBlock(Layer):
         """Yield the output of a branch, and of the norm after it if there is one."""
         own, normed = f"{name}.hook_out", f"hook_{name}_out"
         names = (own,) if norm is not None else (own, normed)
-        yield BlockHook(names, branch, self.stream_size, path_of=branch)
+        is_share = _last_layer(branch) is not None
+        yield BlockHook(names, branch, self.stream_size, path_of=branch, is_share=is_share)
         if norm is not None:
-            yield BlockHook((normed,), norm, self.stream_size, path_of=norm)
+            yield BlockHook((normed,), norm, self.stream_size, path_of=norm, is_share=True)
 
     def middle_of_stream(self) -> BlockHook:
         """Return the point of the stream between the mixers and the MLP."""
         assert self.mlp is not None
         names, norm = ("hook_resid_mid", "ln2.hook_in"), self.post_attention_layernorm
         if norm is not None:
-            return BlockHook(names, norm, self.stream_size, "sum")
+            return BlockHook(names, norm, self.stream_size, "sum", is_share=True)
         return BlockHook(names, self.mlp, self.stream_size, "input")
 
     def mix(self, positions: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """Run the mixers, and sum their outputs: [tokens, hidden] -> [tokens, hidden]."""
+        """Run the mixers, and sum their outputs: [tokens, hidden] -> the same shape, or this
+        rank's share of it."""
         mixed: torch.Tensor | None = None
         if self.self_attn is not None:
-            mixed = self.self_attn(positions, x)
+            mixed = own_tokens(self.self_attn(positions, x))
         for name in self.recurrent_names:
-            output = getattr(self, name)(x)
+            output = own_tokens(getattr(self, name)(x))
             mixed = output if mixed is None else mixed + output
         assert mixed is not None
         return mixed
 
     def feed_forward(self, x: torch.Tensor, stream: torch.Tensor) -> torch.Tensor:
-        """Run the MLP: x: its input, read from the stream; both [tokens, hidden]."""
+        """Run the MLP: x: its input, read from the stream, [tokens, hidden]; stream: of the same
+        tokens, or of this rank's."""
         assert self.mlp is not None
         output: torch.Tensor = self.mlp(x)
         return output
+
+    def run_mixers(self, positions: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """Run the mixers over all tokens: x: this rank's, [tokens, hidden] -> the same shape."""
+
+        def mix(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+            return self.mix(positions, x)
+
+        return run_branch(mix, x, positions, needs_all_tokens=self._mixers_need_all)
+
+    def run_mlp(self, x: torch.Tensor, stream: torch.Tensor) -> torch.Tensor:
+        """Run the MLP over all tokens: this rank's, both [tokens, hidden] -> the same shape."""
+        return run_branch(self.feed_forward, x, stream, needs_all_tokens=self._mlp_needs_all)
 
     def forward(
         self, positions: torch.Tensor, hidden_states: torch.Tensor, residual: torch.Tensor | None
@@ -372,16 +406,16 @@ class DecoderBlock(Layer):
         branch, stream = hidden_states, residual
         if self.has_mixer:
             x, stream = _read(self.input_layernorm, hidden_states, residual)
-            branch = self._finish(self.attention_output_norm, self.mix(positions, x))
+            branch = self._finish(self.attention_output_norm, self.run_mixers(positions, x))
         if self.mlp is None:
             return branch, stream
         if self.layout.parallel == "no":
             x, stream = _read(self.post_attention_layernorm, branch, stream)
-            return self._finish(self.mlp_output_norm, self.feed_forward(x, stream)), stream
+            return self._finish(self.mlp_output_norm, self.run_mlp(x, stream)), stream
         assert stream is not None
         if self.post_attention_layernorm is not None:
             x = self.post_attention_layernorm(stream)
-        return branch + self._finish(self.mlp_output_norm, self.feed_forward(x, stream)), stream
+        return branch + self._finish(self.mlp_output_norm, self.run_mlp(x, stream)), stream
 
     def _finish(self, norm: nn.Module | None, branch: torch.Tensor) -> torch.Tensor:
         """Apply the norm and the multiplier of a branch before it is added to the stream."""
@@ -405,7 +439,20 @@ class Float32StreamBlock(DecoderBlock):
         another dtype."""
         assert residual is None and self.input_layernorm is not None and self.mlp is None
         x = self.input_layernorm(hidden_states)
-        return hidden_states.float() + self.mix(positions, x), None
+        return hidden_states.float() + self.run_mixers(positions, x), None
+
+
+def _last_layer(branch: nn.Module) -> RowParallelLinear | None:
+    """Return the layer whose output a branch returns, but for what is done to each token alone."""
+    layers = (branch._modules.get(name) for name in ("o_proj", "out_proj", "down_proj"))
+    return next((layer for layer in layers if isinstance(layer, RowParallelLinear)), None)
+
+
+def _needs_all_tokens(branch: nn.Module, block: nn.Module) -> bool:
+    """Return whether ranks that share tokens inside of branches have to gather them for this one,
+    because a layer, or the block itself, keeps more of them than those that are spread."""
+    keepers = [one for one in (block, *branch.modules()) if isinstance(one, AttentionLayerBase)]
+    return any(one.spread.is_whole for one in keepers)
 
 
 def _read(

@@ -6,8 +6,13 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from vllm.forward_context import HIDDEN_STATES, Addition, get_forward_context
-from vllm.utils.boundaries import LayerId
+from vllm.forward_context import (
+    HIDDEN_STATES,
+    Addition,
+    ForwardContext,
+    get_forward_context,
+)
+from vllm.model_executor.layers.shared_tokens import all_tokens, own_tokens
 
 Stream = tuple[torch.Tensor, torch.Tensor | None]
 """``(hidden, residual)``: the residual stream is their sum; residual None: it is ``hidden``."""
@@ -35,26 +40,42 @@ def run_decoder_layers(
     overwrites the tensors. ``num_layers_to_run`` stops before the layer of that index.
     """
     context = get_forward_context()
-    additions = None if context.steering is None else context.steering.additions
-    sink = context.row_sink
-    requested = sink.layer_ids if sink is not None else frozenset[LayerId]()
     layer_id = first_layer
     for layer in layers:
-        if additions is not None:
-            steer(additions.get(layer_id, ()), hidden_states, residual)
-        if sink is not None and layer_id in requested:
-            sink.put(HIDDEN_STATES, layer_id, hidden_states, residual)
+        _pass_boundary(context, layer_id, hidden_states, residual)
         if layer_id == context.num_layers_to_run:
             return hidden_states, residual
         hidden_states, residual = layer(positions, hidden_states, residual)
         layer_id += 1
-    if not is_last_stage:
-        return hidden_states, residual
-    if additions is not None:
-        steer(additions.get(layer_id, ()), hidden_states, residual)
-    if sink is not None and layer_id in requested:
-        sink.put(HIDDEN_STATES, layer_id, hidden_states, residual)
+    if is_last_stage:
+        _pass_boundary(context, layer_id, hidden_states, residual)
     return hidden_states, residual
+
+
+def _pass_boundary(
+    context: ForwardContext,
+    boundary: int,
+    hidden_states: torch.Tensor,
+    residual: torch.Tensor | None,
+) -> None:
+    """Steer the stream in place, and hand it to the sink; shared tokens are gathered for that."""
+    sink, steering = context.row_sink, context.steering
+    additions = () if steering is None else steering.additions.get(boundary, ())
+    is_put = sink is not None and boundary in sink.layer_ids
+    share = hidden_states
+    if context.shared_tokens:
+        is_gathered = boundary in context.gathered_boundaries
+        assert is_gathered or not is_put, "other ranks do not know that this stream is kept"
+        if not additions and not is_gathered:
+            return
+        hidden_states = all_tokens(hidden_states)
+        residual = None if residual is None else all_tokens(residual)
+    if additions:
+        steer(additions, hidden_states, residual)
+        if context.shared_tokens:
+            share.copy_(own_tokens(hidden_states))
+    if sink is not None and is_put:
+        sink.put(HIDDEN_STATES, boundary, hidden_states, residual)
 
 
 def steer(

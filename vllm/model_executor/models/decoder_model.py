@@ -23,6 +23,7 @@ from vllm.model_executor.language_part import has_others_beside, name_in_languag
 from vllm.model_executor.layers.layer import Layer
 from vllm.model_executor.layers.layernorm import LayerNorm, RMSNorm
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
+from vllm.model_executor.layers.shared_tokens import all_tokens, own_tokens
 from vllm.model_executor.layers.vocab_parallel_embedding import (
     ParallelLMHead,
     VocabParallelEmbedding,
@@ -53,7 +54,7 @@ from vllm.model_executor.models.utils import (
     require_option,
 )
 from vllm.model_executor.pipeline import keep_parameters
-from vllm.model_executor.utils import ElsewhereParameter, make_parameter
+from vllm.model_executor.utils import ElsewhereParameter, is_all_ours, make_parameter
 from vllm.ops.packed_linear import PackedWeight
 from vllm.sequence import IntermediateTensors
 from vllm.utils.pipeline_stage import PipelineStage
@@ -145,6 +146,7 @@ class DecoderModel(Layer):
             if self.learned_positions is not None:
                 hidden_states += self.learned_positions(positions)
             layers = self.layer_calls(input_ids, hidden_states)
+            hidden_states = own_tokens(hidden_states)
         else:
             layers = self.layers
         if stage is None:
@@ -169,13 +171,13 @@ class DecoderModel(Layer):
                 )
         depth = get_forward_context().num_layers_to_run
         if depth is not None and depth <= len(self.layers):
-            return hidden_states
+            return all_tokens(hidden_states)
         normed: torch.Tensor
         if residual is None:
             normed = self.norm(hidden_states)
         else:
             normed, _ = self.norm(hidden_states, residual)
-        return normed
+        return all_tokens(normed)
 
 
 class DecoderForCausalLM(Layer):
@@ -299,6 +301,16 @@ class DecoderForCausalLM(Layer):
         others = (*decoder.children(), *self.children())
         keep_parameters(self, [*own, *(child for child in others if child not in divided)])
         decoder.stage = stage
+
+    def why_tokens_are_whole(self) -> str | None:
+        """Return why every rank has to have all tokens; None: ranks can share them."""
+        decoder = self.model
+        if not isinstance(decoder, DecoderModel) or not is_all_ours(self):
+            return "it has modules of other packages"
+        if decoder.layers_read_embeddings:
+            return "its layers read more than the stream"
+        others = {type(one).__name__ for one in decoder.layers if not isinstance(one, DecoderBlock)}
+        return f"{' and '.join(others)} is no DecoderBlock" if others else None
 
     def set_aux_hidden_state_layers(self, layers: tuple[int, ...]) -> None:
         """Set the streams that a third-party module returns from now on."""

@@ -152,6 +152,15 @@ class MayNotBeSteered(Protocol):
 
 
 @runtime_checkable
+class SharesTokens(Protocol):
+    """Can let ranks share the tokens between its branches."""
+
+    def why_tokens_are_whole(self) -> str | None:
+        """Return why every rank has to have all tokens; None: ranks can share them."""
+        ...
+
+
+@runtime_checkable
 class SupportsPromptEmbeds(Protocol):
     """Needs no token ids if it gets ``inputs_embeds``, which enter the first layer."""
 
@@ -264,6 +273,18 @@ def check_takes_embeds(model: object) -> None:
         raise ValueError(
             f"enable_prompt_embeds=True, but {type(model).__name__} does not declare "
             "supports_prompt_embeds: its layers need token ids besides embeddings; leave it out"
+        )
+
+
+def check_shares_tokens(model: object, option: str) -> None:
+    """Raise ValueError if ranks cannot share tokens, which an option, with its value, asks for."""
+    reason: str | None = "it has no layers of this engine"
+    if isinstance(model, SharesTokens):
+        reason = model.why_tokens_are_whole()
+    if reason is not None:
+        raise ValueError(
+            f"{option}: {type(model).__name__} keeps all tokens on every rank, because {reason}; "
+            "leave it out"
         )
 
 

@@ -37,9 +37,9 @@ class MiniMaxBlock(DecoderBlock):
         assert residual is None and self.input_layernorm is not None
         assert self.post_attention_layernorm is not None and self.mlp is not None
         x = self.input_layernorm(hidden_states)
-        x = _join(x, self.mix(positions, x), self.attention_factors)
+        x = _join(x, self.run_mixers(positions, x), self.attention_factors)
         x = self.post_attention_layernorm(x)
-        return _join(x, self.mlp(x), self.mlp_factors), None
+        return _join(x, self.run_mlp(x, x), self.mlp_factors), None
 
 
 def _join(stream: torch.Tensor, branch: torch.Tensor, factors: tuple[float, float]) -> torch.Tensor:

@@ -28,7 +28,7 @@ class NormedStreamBlock(DecoderBlock):
 
     def middle_of_stream(self) -> BlockHook:
         assert self.input_layernorm is not None
-        return BlockHook(("hook_resid_mid",), self.input_layernorm, self.stream_size)
+        return BlockHook(("hook_resid_mid",), self.input_layernorm, self.stream_size, is_share=True)
 
     def forward(
         self, positions: torch.Tensor, hidden_states: torch.Tensor, residual: torch.Tensor | None
@@ -36,9 +36,9 @@ class NormedStreamBlock(DecoderBlock):
         """Return the stream, [tokens, hidden], after this layer."""
         assert residual is None
         assert self.input_layernorm is not None and self.post_attention_layernorm is not None
-        mixed = self.mix(positions, hidden_states)
+        mixed = self.run_mixers(positions, hidden_states)
         x, _ = self.input_layernorm(mixed, hidden_states)
-        stream, _ = self.post_attention_layernorm(self.feed_forward(x, x), x)
+        stream, _ = self.post_attention_layernorm(self.run_mlp(x, x), x)
         return stream, None
 
 

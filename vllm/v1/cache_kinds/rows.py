@@ -214,8 +214,8 @@ def share_tables(sets: list[LayerSet]) -> list[LayerSet]:
         )
     if others[0].spreads_tokens:
         raise ValueError(
-            "disable_hybrid_kv_cache_manager=True with decode_context_parallel_size above 1: "
-            "hidden states are on one rank and do not share the block table of tokens that are "
-            "spread over several; leave one of the options out"
+            "disable_hybrid_kv_cache_manager=True with decode_context_parallel_size or "
+            "prefill_context_parallel_size above 1: hidden states are on one rank and do not share "
+            "the block table of tokens that are spread over several; leave one of the options out"
         )
     return [OneTable(others[0], sharing[0])]

@@ -195,7 +195,8 @@ class KVCacheManager:
 
     def block_counts(self, request_id: str) -> tuple[int, ...]:
         """Length of each token table, to tell later which blocks were added."""
-        return tuple(len(m.tables.get(request_id, ())) for m in self.coordinator.token_managers)
+        managers = self.coordinator.token_managers
+        return tuple([len(manager.tables.get(request_id, ())) for manager in managers])
 
     def block_ids(
         self, request_id: str, since: tuple[int, ...] | None = None
@@ -254,12 +255,15 @@ class KVCacheManager:
         self, chunks: Iterable[tuple[Request, int, int]]
     ) -> dict[str, list[StateSnapshot]]:
         """Choose the states to keep in a step that computes tokens [start, end) of each request."""
+        if not self.coordinator.recurrent.group_ids:
+            return {}
         chunks = list(chunks)
         planned: dict[str, list[StateSnapshot]] = defaultdict(list)
         for spare in (False, True):
             for request, start, end in chunks:
-                planned[request.request_id] += self._plan_some(request, start, end, spare=spare)
-        return {request_id: sorted(own) for request_id, own in planned.items() if own}
+                if own := self._plan_some(request, start, end, spare=spare):
+                    planned[request.request_id] += own
+        return {request_id: sorted(own) for request_id, own in planned.items()}
 
     def _plan_some(
         self, request: Request, start: int, end: int, *, spare: bool
@@ -275,7 +279,7 @@ class KVCacheManager:
         kept states is reached, the same rule decides which ones may push others out.
         """
         recurrent = self.coordinator.recurrent
-        if not recurrent.group_ids or not self._is_cached(request):
+        if not self._is_cached(request):
             return []
         end = min(end, request.num_tokens)  # the last token may not be known yet
         grain, interval = self.state_grain, self.snapshot_interval

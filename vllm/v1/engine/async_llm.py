@@ -10,6 +10,7 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, get_args
 
+from vllm.distributed.engine_group import EngineFiles
 from vllm.distributed.kv_events import events_from_message
 from vllm.exceptions import Failure, FailureKind, NotReadyError
 from vllm.inputs import PromptType
@@ -20,7 +21,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.utils.ray_cluster import place_here
 from vllm.v1.engine import EngineCoreOutput, FinishReason
 from vllm.v1.engine.async_extraction import AsyncExtraction
-from vllm.v1.engine.core_client import AsyncCoreClient, CoreHandle
+from vllm.v1.engine.core_client import AnyCoreHandle, AsyncCoreClient, CoreHandle
 from vllm.v1.engine.core_group import CoreGroup
 from vllm.v1.engine.core_messages import (
     AbortRequests,
@@ -34,12 +35,11 @@ from vllm.v1.engine.core_messages import (
     FreezeRequests,
     ResetPrefixCache,
     ThawRequests,
-    WorkerCall,
 )
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.input_processor import ProcessedInput
 from vllm.v1.engine.request_stream import RequestStream, UndeliveredFiles
-from vllm.v1.engine.worker_calls import AsyncWorkerCalls, PauseMode, PendingCalls, pickled
+from vllm.v1.engine.worker_calls import AsyncWorkerCalls, PauseMode, PendingCalls
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -69,9 +69,17 @@ class AsyncLLM(AsyncExtraction, AsyncWorkerCalls):
         handle: CoreHandle | None = None,
         num_renderer_threads: int = 2,
     ) -> None:
-        self._handles = self._start_cores(vllm_config, handle or CoreHandle())
-        super().__init__(vllm_config, num_renderer_threads)
-        self.stats = EngineStats()
+        parallel = vllm_config.parallel_config
+        self._engine_files: EngineFiles | None = None
+        if parallel.enable_expert_parallel and parallel.data_parallel_size > 1:
+            self._engine_files = EngineFiles()
+        self._handles = self._start_cores(vllm_config, handle or CoreHandle(), self._engine_files)
+        try:
+            super().__init__(vllm_config, num_renderer_threads)
+        except BaseException:
+            for started in self._handles:
+                started.end()
+            raise
         self.started = CoreStarted()
         self.on_stats: list[Callable[[EngineStats], None]] = []
         """Called with the statistics of every step."""
@@ -92,8 +100,11 @@ class AsyncLLM(AsyncExtraction, AsyncWorkerCalls):
         self._calls = PendingCalls()
 
     @staticmethod
-    def _start_cores(vllm_config: VllmConfig, first: CoreHandle) -> list[CoreHandle]:
-        """Start one core for each rank of data parallelism, the first of which has been."""
+    def _start_cores(
+        vllm_config: VllmConfig, first: CoreHandle, engine_files: EngineFiles | None
+    ) -> Sequence[AnyCoreHandle]:
+        """Start one core for each engine of this machine, the first of which has been, and listen
+        for those of others."""
         parallel = vllm_config.parallel_config
         if parallel.is_external:
             raise ValueError(
@@ -112,15 +123,31 @@ class AsyncLLM(AsyncExtraction, AsyncWorkerCalls):
                     "distributed_executor_backend='ray' is not supported: start several servers"
                 )
             parallel = vllm_config.parallel_config = replace(parallel, ray_place=place_here())
-        if parallel.data_parallel_size == 1:
-            first.configure(vllm_config)
-            return [first]
-        handles = [first, *(CoreHandle() for _ in range(1, parallel.data_parallel_size))]
-        for number, handle in enumerate(handles):
-            config = copy.copy(vllm_config)
-            config.parallel_config = replace(parallel, data_parallel_rank=number)
-            handle.configure(config)
-        return handles
+        if parallel.engines_here.start and parallel.engines_served.start == 0:
+            raise ValueError(
+                f"data_parallel_start_rank={parallel.data_parallel_start_rank}: engine 0 and the "
+                "front end are on another machine; use headless, or data_parallel_hybrid_lb"
+            )
+        from vllm.v1.engine.core_nodes import remote_cores  # loads torch
+
+        remote = remote_cores(vllm_config)
+        here = [first, *(CoreHandle() for _ in parallel.engines_here[1:])]
+        if not parallel.engines_here:
+            first.end()
+            return remote
+        try:
+            for number, handle in zip(parallel.engines_here, here, strict=True):
+                config = copy.copy(vllm_config)
+                paths = () if engine_files is None else engine_files.paths
+                config.parallel_config = replace(
+                    parallel, data_parallel_rank=number, engine_files=paths
+                )
+                handle.configure(config)
+        except BaseException:
+            for one in (*here, *remote):
+                one.end()
+            raise
+        return [*here, *remote]
 
     @classmethod
     def from_engine_args(cls, engine_args: AsyncEngineArgs) -> AsyncLLM:
@@ -156,7 +183,12 @@ class AsyncLLM(AsyncExtraction, AsyncWorkerCalls):
     def _make_client(self) -> AsyncCoreClient | CoreGroup:
         if len(self._handles) == 1:
             return AsyncCoreClient(self._handles[0], self._take_report, self._die)
-        return CoreGroup(self._handles, self._take_report, self._die)
+        parallel = self.vllm_config.parallel_config
+        size = parallel.data_parallel_size
+        names = [f"engine {number} of {size}" for number in parallel.engines_served]
+        balancing = parallel.data_parallel_balancing
+        reports = (self._take_report, self._die)
+        return CoreGroup(names, self._handles, *reports, balancing, self._engine_files)
 
     def _check_loop(self) -> None:
         """Raise RuntimeError if the engine was started in another event loop."""
@@ -197,6 +229,11 @@ class AsyncLLM(AsyncExtraction, AsyncWorkerCalls):
         self._streams.clear()
 
     @property
+    def stats(self) -> EngineStats:
+        """The state of the engine after its last steps; counts are since the start."""
+        return EngineStats() if self._client is None else self._client.stats
+
+    @property
     def errored(self) -> bool:
         """True if the core is gone."""
         return self._death is not None
@@ -213,8 +250,11 @@ class AsyncLLM(AsyncExtraction, AsyncWorkerCalls):
 
     @property
     def core_pid(self) -> int:
-        """Process id of the engine core, of several the first."""
-        return self._handles[0].pid
+        """Process id of the engine core, of several the first. ValueError: none is here."""
+        for handle in self._handles:
+            if isinstance(handle, CoreHandle):
+                return handle.pid
+        raise ValueError("data_parallel_size_local=0: no engine core is on this machine")
 
     async def check_health(self) -> None:
         """Raise EngineDeadError if the core is gone."""
@@ -309,31 +349,20 @@ class AsyncLLM(AsyncExtraction, AsyncWorkerCalls):
         self._background.add(task)
         task.add_done_callback(self._background.discard)
 
-    async def collective_rpc(
-        self,
-        method: str | Callable[..., Any],
-        timeout: float | None = None,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> list[Any]:
-        """Do what :meth:`vllm.LLM.collective_rpc` does; a function is one of an importable module.
+    @property
+    def _num_engines(self) -> int:
+        return len(self._handles)
 
-        TimeoutError: there was no answer in ``timeout`` seconds; the call goes on. ValueError: the
-        worker raised it, or the call cannot be sent to another process.
-        """
-        call = pickled(WorkerCall(method, args, kwargs or {}))
-        return await self._call(lambda number: CallWorkers(number, call), timeout)
+    async def _call_workers(self, call: bytes) -> list[Any]:
+        return await self._call(lambda number: CallWorkers(number, call))
 
-    async def _call(
-        self, command: Callable[[int], AnsweredCommand], timeout: float | None = None
-    ) -> list[Any]:
+    async def _call(self, command: Callable[[int], AnsweredCommand]) -> list[Any]:
         """Send a command that has an answer, and wait for that."""
         await self.start()
         with self._calls.begin() as (number, answer):
             assert self._client is not None
             await self._client.send(command(number))
-            async with asyncio.timeout(timeout):
-                return await answer
+            return await answer
 
     @asynccontextmanager
     async def paused(self, mode: PauseMode = "wait") -> AsyncGenerator[None, None]:
@@ -413,9 +442,8 @@ class AsyncLLM(AsyncExtraction, AsyncWorkerCalls):
         await self._client.send(ResetPrefixCache(reset_connector))
 
     def _take_report(self, report: CoreReport) -> None:
-        self.stats = report.stats
         for listener in self.on_stats:
-            listener(report.stats)
+            listener(self.stats)
         events = events_from_message(report.kv_cache_events) if self.on_kv_cache_events else []
         self._notify_listeners(report.kv_connector_stats, events)
         for core_id, failure in report.rejected.items():

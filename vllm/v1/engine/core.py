@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import Any, NamedTuple
 
 import msgspec
@@ -40,6 +40,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest, ExtractionSpec, FinishReason
 from vllm.v1.engine.core_messages import EngineStats, WorkerCall
 from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.engine.wave import Wave
 from vllm.v1.executor import create_executor
 from vllm.v1.outputs import ModelRunnerOutput, PendingOutput
 from vllm.v1.request import Request
@@ -83,6 +84,8 @@ class EngineCore:
         speculative = vllm_config.speculative_config
         self._in_flight: deque[_StartedStep] = deque()
         self._keeps_states = self._was_called = False  # while requests are frozen
+        self.wave = Wave() if self.executor.shares_experts else None
+        """The steps of all engines, if they share experts."""
         self._deepest_layer: int | None = None
         if speculative is not None:
             self._deepest_layer = self._depth_of(speculative.hidden_state_layer_ids)
@@ -293,6 +296,20 @@ class EngineCore:
         """Return whether :meth:`step` has something to do."""
         return self.scheduler.has_unfinished_requests() or bool(self._in_flight)
 
+    def take_part(self) -> None:
+        """Compute what a step of the other engines that share experts needs of this one."""
+        assert self.wave is not None
+        try:
+            with self.wave.step(has_work=False):
+                self.executor.take_part()
+        except Exception as error:
+            failure = _failure_of(error)
+            if failure.kind is not FailureKind.ENGINE_DEAD:
+                logger.error("a step of other engines failed here", exc_info=error)
+            self._take_death(failure)
+        if not self.wave.has_tokens:
+            time.sleep(DELIVERY_POLL_SECONDS)
+
     def step(self) -> EngineCoreOutputs:
         """Plan and start one step, and return results.
 
@@ -300,13 +317,15 @@ class EngineCore:
         it, while this one runs. A step that fails ends its own requests and no others.
         """
         scheduled = self.scheduler.schedule()
-        self._in_flight.append(self._start(scheduled))
+        with nullcontext() if self.wave is None else self.wave.step(has_work=True):
+            self._in_flight.append(self._start(scheduled))
         has_work = scheduled.total_num_scheduled_tokens > 0
         num_left = 1 if has_work and self.vllm_config.scheduler_config.async_scheduling else 0
         result = EngineCoreOutputs()
         while len(self._in_flight) > num_left:
             result.add(self._finish(self._in_flight.popleft()))
-        if not has_work and not result.outputs and self.scheduler.num_unfinished_requests():
+        is_quiet = not (has_work or result.outputs or (self.wave and self.wave.has_tokens))
+        if is_quiet and self.scheduler.num_unfinished_requests():
             time.sleep(DELIVERY_POLL_SECONDS)
         return result
 
@@ -349,7 +368,13 @@ class EngineCore:
 
     def _fail_step(self, scheduled: SchedulerOutput, error: Exception) -> None:
         logger.error("a step failed; its requests end with an error", exc_info=error)
-        self.scheduler.fail_step(scheduled, FinishReason.ERROR, _failure_of(error))
+        failure = _failure_of(error)
+        self.scheduler.fail_step(scheduled, FinishReason.ERROR, failure)
+        self._take_death(failure)
+
+    def _take_death(self, failure: Failure) -> None:
+        if failure.kind is FailureKind.ENGINE_DEAD:  # of this engine, or of one with its experts
+            self.executor.die(failure.message)
 
     def collective_rpc(self, call: WorkerCall) -> list[Any]:
         """Call every worker between two steps; returns their results."""

@@ -1,6 +1,6 @@
 """Messages between the front end and the engine core's process, as msgpack.
 
-The core receives one :class:`CoreCommand` per message. It sends one :class:`CoreStarted`,
+The core receives lists of :class:`CoreCommand`. It sends one :class:`CoreStarted`,
 then one :class:`CoreReport` per step.
 """
 
@@ -16,6 +16,16 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 
 if TYPE_CHECKING:  # the server starts the core before it loads torch itself
     import torch
+
+
+def command_address(folder: str) -> str:
+    """Address of the core's commands, in a folder of this machine."""
+    return f"ipc://{folder}/commands"
+
+
+def report_address(folder: str) -> str:
+    """Address of its reports there."""
+    return f"ipc://{folder}/reports"
 
 
 class AddRequest(msgspec.Struct, tag="add"):
@@ -73,6 +83,13 @@ class ThawRequests(msgspec.Struct, tag="thaw"):
     number: int
 
 
+class TakePart(msgspec.Struct, tag="take_part"):
+    """Take part in the steps of the other engines that share experts, until none has work."""
+
+    wave: int
+    """Number of these steps without a pause; one that is over is meant by mistake."""
+
+
 class Shutdown(msgspec.Struct, tag="shutdown"):
     """Complete the files under way and end the process."""
 
@@ -80,8 +97,19 @@ class Shutdown(msgspec.Struct, tag="shutdown"):
 AnsweredCommand = CallWorkers | FreezeRequests | ThawRequests
 """A command that a :class:`CallAnswer` follows."""
 CoreCommand = (
-    AddRequest | AbortRequests | FinishRequests | ResetPrefixCache | AnsweredCommand | Shutdown
+    AddRequest
+    | AbortRequests
+    | FinishRequests
+    | ResetPrefixCache
+    | AnsweredCommand
+    | TakePart
+    | Shutdown
 )
+
+
+def joined(commands: Sequence[bytes]) -> bytes:
+    """Make one message, a list, of encoded commands."""
+    return b"\xdd" + len(commands).to_bytes(4, "big") + b"".join(commands)  # array 32 of msgpack
 
 
 class CallAnswer(msgspec.Struct):
@@ -126,6 +154,8 @@ class CoreReport(msgspec.Struct, kw_only=True):
     """Request id -> why the core did not take it."""
     answers: list[CallAnswer] = []
     stats: EngineStats
+    wave: int = 0
+    """Not 0: this engine begins these steps, in which the others have to take part."""
     kv_connector_stats: list[dict[str, Any]] = []
     """Stats of the connector in the step: ``data`` of its objects."""
     kv_cache_events: list[Any] = []
@@ -184,5 +214,7 @@ class CoreStarted(msgspec.Struct, kw_only=True):
     max_model_len: int = 0
     num_blocks: int = 0
     block_bytes: int = 0
+    shares_experts: bool = False
+    """True if the other engines have some of the experts."""
     pool_description: list[str] = []
     """Contents of the pool, as lines for a person."""

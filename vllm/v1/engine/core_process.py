@@ -1,15 +1,17 @@
 """The engine core in its own process: ``python -m vllm.v1.engine.core_process FOLDER``.
 
 The parent sends one :class:`CoreSettings` (``vllm.utils.child_process``). Commands and reports
-travel over two zmq sockets in the folder, which only the user can enter.
+travel over two zmq sockets in the folder, which only the user can enter, or of another machine.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import pickle
 import queue
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Iterable
@@ -20,13 +22,15 @@ from typing import Any
 import msgspec
 import zmq
 
-# Imported before the settings arrive: the parent makes the config in the meantime.
 from vllm.config import VllmConfig
 from vllm.config.connectors import REGISTERED, Location
 from vllm.exceptions import Failure, FailureError, FailureKind, NotReadyError
 from vllm.logger import LogFormat, init_logger, set_log_format
 from vllm.model_classes import ModelRegistry
 from vllm.transformers_utils.tokenizer import TokenizerLike, load_tokenizer
+
+# Imported before the settings arrive: the parent makes the config in the meantime.
+from vllm.utils import pickling
 from vllm.utils.child_process import receive_settings
 from vllm.utils.gc_utils import settle_garbage_collector
 from vllm.utils.mem_utils import return_freed_memory
@@ -46,9 +50,14 @@ from vllm.v1.engine.core_messages import (
     ReportEncoder,
     ResetPrefixCache,
     Shutdown,
+    TakePart,
     ThawRequests,
+    command_address,
+    report_address,
 )
 from vllm.v1.engine.detokenizer import Detokenizer
+from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.executor.node_links import SocketPlace
 
 logger = init_logger(__name__)
 
@@ -65,9 +74,12 @@ class CoreSettings:
     """Architectures registered in the parent: name -> "module:Class"."""
     connectors: dict[str, Location]
     """Connectors that are known by name there."""
-    command_address: str
-    report_address: str
     log_format: LogFormat
+    commands: SocketPlace | None = None
+    reports: SocketPlace | None = None
+    """Sockets of a front end on another machine. None: those in the folder."""
+    mark: str | None = None
+    """A file that the front end has made in the folder to which this core writes hidden states."""
 
 
 class CoreProcess:
@@ -93,13 +105,30 @@ class CoreProcess:
             if rejected is None:
                 return
             if self.core.has_unfinished_requests():
+                self._begin_wave()
                 result = self.core.step()
                 self._end_at_stop_strings(result.outputs)
+            elif self._takes_part:
+                self.core.take_part()
+                if not (rejected or self._answers):
+                    continue
+                result = EngineCoreOutputs()
             elif rejected or self._answers:
                 result = EngineCoreOutputs()
             else:
                 continue
             self._report(result, rejected)
+
+    @property
+    def _takes_part(self) -> bool:
+        """True if other engines' steps need this one."""
+        return self.core.wave is not None and self.core.wave.is_on
+
+    def _begin_wave(self) -> None:
+        """Let the other engines that share experts know that this one has work."""
+        number = None if self.core.wave is None else self.core.wave.begin()
+        if number is not None:
+            self._report(EngineCoreOutputs(), {}, number)
 
     @cached_property
     def _tokenizer(self) -> TokenizerLike | None:
@@ -125,12 +154,15 @@ class CoreProcess:
             if stop is not None:
                 self.core.finish_requests({output.request_id: stop})
 
-    def _report(self, result: EngineCoreOutputs, rejected: dict[str, Failure]) -> None:
+    def _report(
+        self, result: EngineCoreOutputs, rejected: dict[str, Failure], wave: int = 0
+    ) -> None:
         report = CoreReport(
             outputs=result.outputs,
             rejected=rejected,
             answers=self._answers,
             stats=self.core.stats(),
+            wave=wave,
             kv_connector_stats=[
                 stats["data"] for stats in self._plain(result.kv_connector_stats) or []
             ],
@@ -155,7 +187,7 @@ class CoreProcess:
         Returns the requests that were refused and why; None: the command was to end.
         """
         rejected: dict[str, Failure] = {}
-        must_wait = not self.core.has_unfinished_requests()
+        must_wait = not (self.core.has_unfinished_requests() or self._takes_part)
         while True:
             try:
                 command = self.commands.get(block=must_wait, timeout=self._rest_after_seconds)
@@ -169,6 +201,8 @@ class CoreProcess:
             if isinstance(command, AddRequest):
                 try:
                     self._add_request(command.request)
+                except EngineDeadError:
+                    return None  # who asked learns of it when this process ends
                 except ValueError as error:
                     is_early = isinstance(error, NotReadyError)
                     kind = FailureKind.NOT_READY if is_early else FailureKind.BAD_REQUEST
@@ -192,13 +226,16 @@ class CoreProcess:
             elif isinstance(command, ThawRequests):
                 self.core.thaw()
                 self._answers.append(CallAnswer(command.number, pickle.dumps([])))
+            elif isinstance(command, TakePart):
+                if self.core.wave is not None:
+                    self.core.wave.join(command.wave)
             else:
                 return None
 
     def _call_workers(self, command: CallWorkers) -> CallAnswer:
         try:
             results = self.core.collective_rpc(pickle.loads(command.call))
-            return CallAnswer(command.number, pickle.dumps(results))
+            return CallAnswer(command.number, pickling.dumps(results))
         except FailureError as error:
             return CallAnswer(command.number, failure=error.failure)
         except Exception as error:
@@ -210,18 +247,33 @@ class CoreProcess:
             return CallAnswer(command.number, failure=Failure(kind, text))
 
 
-def _receive_commands(address: str, context: zmq.Context[Any], process: CoreProcess) -> None:
-    decoder = msgspec.msgpack.Decoder(CoreCommand)
-    with context.socket(zmq.PULL) as socket, contextlib.suppress(zmq.ContextTerminated):
-        socket.connect(address)
+def _connect(end: zmq.Socket[Any], local_address: str, place: SocketPlace | None) -> None:
+    if place is None:
+        end.connect(local_address)
+    else:
+        place.connect(end)
+
+
+def _receive_commands(commands: zmq.Socket[bytes], process: CoreProcess) -> None:
+    decoder = msgspec.msgpack.Decoder(list[CoreCommand])
+    with commands, contextlib.suppress(zmq.ContextTerminated):
         while True:
-            process.commands.put(decoder.decode(socket.recv()))
+            for command in decoder.decode(commands.recv()):
+                if isinstance(command, Shutdown):  # others of the engine may end before it
+                    process.core.executor.is_closing = True
+                process.commands.put(command)
 
 
 def _start_core(settings: CoreSettings) -> tuple[EngineCore | None, CoreStarted]:
     try:
         ModelRegistry.restore(settings.models)
         REGISTERED.update(settings.connectors)
+        if settings.mark is not None and not os.path.exists(settings.mark):
+            raise ValueError(
+                f"shared_storage_path={os.path.dirname(settings.mark)!r} is another folder on "
+                f"{socket.gethostname()} than on the front end's machine, so replies would name "
+                "files that are not there; use a folder that all machines share"
+            )
         core = EngineCore(settings.vllm_config)
     except ValueError as error:
         return None, CoreStarted(failure=Failure(FailureKind.BAD_REQUEST, str(error)))
@@ -234,6 +286,7 @@ def _start_core(settings: CoreSettings) -> tuple[EngineCore | None, CoreStarted]
         max_model_len=settings.vllm_config.model_config.max_model_len,
         num_blocks=plan.num_blocks,
         block_bytes=plan.block_bytes,
+        shares_experts=core.executor.shares_experts,
         pool_description=describe(plan),
     )
 
@@ -246,16 +299,17 @@ def main() -> int:
     settings: CoreSettings = receive_settings(folder)
     set_log_format(settings.log_format)
     context: zmq.Context[Any] = zmq.Context()
-    reports = context.socket(zmq.PUSH)
-    reports.connect(settings.report_address)
+    reports, commands = context.socket(zmq.PUSH), context.socket(zmq.PULL)
+    _connect(reports, report_address(folder), settings.reports)
+    _connect(commands, command_address(folder), settings.commands)
     core, started = _start_core(settings)
     reports.send(msgspec.msgpack.encode(started))
     if core is None:
-        reports.close(linger=5000)
+        context.destroy(linger=5000)
         return 1
     settle_garbage_collector()
     process = CoreProcess(core, reports)
-    arguments = (settings.command_address, context, process)
+    arguments = (commands, process)
     threading.Thread(target=_receive_commands, args=arguments, name="commands", daemon=True).start()
     process.run()
     core.shutdown()

@@ -112,7 +112,8 @@ class Detokenizer:
         self.token_ids: list[int] = []
         self.stop: str | None = None
         """The stop string that was found; nothing is added after it."""
-        self._window = DecodeWindow(decode, prompt_token_ids) if decode else None
+        self._decode, self._prompt_token_ids = decode, prompt_token_ids
+        self._window: DecodeWindow | None = None  # none is needed before there are tokens
         self._stops = params.stop_strings
         self._include_stop = params.include_stop_str_in_output
         self._min_tokens = params.min_tokens
@@ -152,7 +153,7 @@ class Detokenizer:
             if is_ending and not self._include_stop:
                 break
             self._undecoded.append(token)
-            if self._stops and self._window is not None and self._check_stop():
+            if self._stops and self._decode is not None and self._check_stop():
                 break
         return self.stop
 
@@ -172,7 +173,9 @@ class Detokenizer:
         return self._text[start:end]
 
     def _decode_pending(self) -> None:
-        if self._window is not None and self._undecoded:
+        if self._decode is not None and self._undecoded:
+            if self._window is None:
+                self._window = DecodeWindow(self._decode, self._prompt_token_ids)
             self._text += self._window.push(self._undecoded)
         self._undecoded = []
 

@@ -38,7 +38,8 @@ class LLMEngine(EngineFrontEnd):
     def __init__(self, vllm_config: VllmConfig) -> None:
         super().__init__(vllm_config)
         parallel = vllm_config.parallel_config
-        if (size := parallel.data_parallel_size) > 1 and not parallel.is_offline_engine:
+        size, is_one = parallel.data_parallel_size, len(parallel.engines_here) == 1
+        if (size > 1 or not is_one) and not parallel.is_offline_engine:
             raise ValueError(
                 f"data_parallel_size={size}: LLM has one engine; use AsyncLLM, vllm serve or vllm "
                 "extract, or make an LLM in each of several processes (VLLM_DP_RANK, VLLM_DP_SIZE)"

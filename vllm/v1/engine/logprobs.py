@@ -19,7 +19,8 @@ class RequestLogprobs:
         self.cumulative: float | None = 0.0 if wants_samples else None
         self.prompt: PromptLogprobs | None = [None] if params.prompt_logprobs is not None else None
         self._token_text: Callable[[int], str] | None = None
-        if tokenizer is not None and params.detokenize:
+        wants_any = wants_samples or self.prompt is not None
+        if wants_any and tokenizer is not None and params.detokenize:
             decode = make_decoder(tokenizer)
             self._token_text = lambda token: decode([token])
 

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from vllm.outputs import RequestOutput
+from vllm.utils.gc_utils import garbage_collected_later
 from vllm.utils.interrupts import allow_interrupts, hold_interrupts
 from vllm.v1.engine.core_messages import WorkerCall
 from vllm.v1.engine.input_processor import ProcessedInput
@@ -141,7 +142,8 @@ class SharedEngine:
             with hold_interrupts():
                 self._turns.take()
                 try:
-                    yield
+                    with garbage_collected_later():
+                        yield
                 finally:
                     self._turns.end()
         finally:
@@ -151,7 +153,8 @@ class SharedEngine:
         # Checked again after the turn: a caller that comes in between finds it taken and leaves.
         while self._given_up and self._turns.take_if_free():
             try:
-                self._drop()
+                with garbage_collected_later():
+                    self._drop()
             finally:
                 self._turns.end()
 

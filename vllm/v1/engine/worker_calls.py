@@ -19,12 +19,18 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from contextlib import (
+    AbstractAsyncContextManager,
+    asynccontextmanager,
+    contextmanager,
+    nullcontext,
+)
 from itertools import count
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 from vllm.exceptions import FailureError, FailureKind
 from vllm.lora.request import LoRARequest, check_lora_request
+from vllm.utils import pickling
 from vllm.v1.engine.core_messages import CallAnswer, WorkerCall
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.front_end import EngineFrontEnd
@@ -40,6 +46,8 @@ Result = TypeVar("Result")
 Weights: TypeAlias = "Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]"
 PauseMode = Literal["wait", "abort", "keep"]
 """Requests under way are completed, aborted, or go on after the pause."""
+_UPDATES = ("reload_weights", "update_weights", "sleep")
+"""Methods of workers after which no state of a request is valid: they are called in an update."""
 
 
 def call_with_model(worker: Worker, func: Callable[[nn.Module], Any]) -> Any:
@@ -51,6 +59,7 @@ class WorkerCalls:
     """The calls of the workers of an engine in this process."""
 
     _engine: SharedEngine
+    _is_in_update = False
 
     def reset_prefix_cache(self, *, reset_connector: bool = False) -> bool:
         """Forget every cached prefix; with ``reset_connector``, also those of the KV connector.
@@ -69,9 +78,15 @@ class WorkerCalls:
         """Call a method of every worker between two steps, and return their results.
 
         method: its name (see ``worker_extension_cls``), or a function that gets the worker first.
+        Methods of workers that change weights are called in a :meth:`weight_update`; functions
+        that do so have to be.
         timeout: without effect, because the worker runs in this thread.
         """
-        return self._engine.collective_rpc(WorkerCall(method, args, kwargs or {}))
+        call = WorkerCall(method, args, kwargs or {})
+        if method in _UPDATES and not self._is_in_update:
+            with self.weight_update():
+                return self._engine.collective_rpc(call)
+        return self._engine.collective_rpc(call)
 
     def apply_model(self, func: Callable[[nn.Module], Result]) -> list[Result]:
         """Call a function with the model of every worker, and return their results."""
@@ -85,9 +100,11 @@ class WorkerCalls:
         rows of old and of new weights. At the end all prefixes are forgotten.
         """
         with self._engine.paused():
+            was_in_update, self._is_in_update = self._is_in_update, True
             try:
                 yield lambda weights: self.collective_rpc("update_weights", args=(weights,))[0]
             finally:
+                self._is_in_update = was_in_update
                 self.reset_prefix_cache(reset_connector=True)
 
     def update_weights(self, weights: str | os.PathLike[str] | Weights) -> None:
@@ -110,7 +127,7 @@ class WorkerCalls:
         :meth:`wake_up` a whole checkpoint has to come by :meth:`update_weights`.
         """
         with self._engine.paused():
-            self.collective_rpc("sleep", args=(level,))
+            self._engine.collective_rpc(WorkerCall("sleep", (level,), {}))
             self.reset_prefix_cache()
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
@@ -121,7 +138,8 @@ class WorkerCalls:
 class AsyncWorkerCalls(EngineFrontEnd, ABC):
     """The calls of the workers of an engine whose core runs in another process."""
 
-    @abstractmethod
+    _is_in_update = False
+
     async def collective_rpc(
         self,
         method: str | Callable[..., Any],
@@ -129,7 +147,28 @@ class AsyncWorkerCalls(EngineFrontEnd, ABC):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> list[Any]:
-        """Call a method of every worker between two steps, and return their results."""
+        """Do what :meth:`vllm.LLM.collective_rpc` does; a function is one of an importable module.
+
+        TimeoutError: there was no answer in ``timeout`` seconds; a call that began goes on.
+        ValueError: the worker raised it, or the call cannot be sent to another process.
+        """
+        call = pickled(WorkerCall(method, args, kwargs or {}))
+        is_update = method in _UPDATES and not self._is_in_update
+        async with asyncio.timeout(timeout), self.weight_update() if is_update else nullcontext():
+            if method == "reload_weights" and self._num_engines > 1:
+                # One that some engines cannot read must not leave them with different ones.
+                check = WorkerCall("check_weights", args, kwargs or {})
+                await self._call_workers(pickled(check))
+            return await self._call_workers(call)
+
+    @property
+    @abstractmethod
+    def _num_engines(self) -> int:
+        """Number of engines that are called."""
+
+    @abstractmethod
+    async def _call_workers(self, call: bytes) -> list[Any]:
+        """Send a pickled call to the workers, and wait for their results."""
 
     @abstractmethod
     def paused(self, mode: PauseMode = "wait") -> AbstractAsyncContextManager[None]:
@@ -172,9 +211,11 @@ class AsyncWorkerCalls(EngineFrontEnd, ABC):
         them again from their tokens, afterwards.
         """
         async with self.paused(mode):
+            self._is_in_update = True
             try:
                 yield lambda weights: self.collective_rpc("update_weights", args=(dict(weights),))
             finally:
+                self._is_in_update = False
                 await self.reset_prefix_cache(reset_connector=True)
 
     async def update_weights(
@@ -195,7 +236,7 @@ class AsyncWorkerCalls(EngineFrontEnd, ABC):
         if mode == "keep" and not await self.is_paused():
             raise ValueError("mode='keep': pause_generation(mode='keep') first, or use wait, abort")
         async with self.paused(mode):
-            await self.collective_rpc("sleep", args=(level,))
+            await self._call_workers(pickled(WorkerCall("sleep", (level,), {})))
             await self.reset_prefix_cache()
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
@@ -257,7 +298,7 @@ class PendingCalls:
 def pickled(call: WorkerCall) -> bytes:
     """Return a call for another process. ValueError: it cannot be sent there."""
     try:
-        return pickle.dumps(call)
+        return pickling.dumps(call)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise ValueError(
             f"collective_rpc: the call cannot be sent to the engine's process ({error}); use a "

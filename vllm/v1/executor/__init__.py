@@ -23,6 +23,10 @@ def create_executor(vllm_config: VllmConfig) -> UniProcExecutor:
         vllm_config.parallel_config = place_ranks(vllm_config.parallel_config)
         if vllm_config.parallel_config.world_size > 1:
             return ExternalLauncherExecutor(vllm_config)
+    if vllm_config.parallel_config.engine_files:
+        from vllm.v1.executor.rank_wiring import join_engines
+
+        join_engines(vllm_config.parallel_config)
     if vllm_config.parallel_config.world_size == 1:
         from vllm.v1.executor.uniproc_executor import UniProcExecutor
 

@@ -35,6 +35,7 @@ from vllm.distributed.parallel_state import ALONE, use_groups
 from vllm.distributed.pipeline_links import NO_LINKS
 from vllm.exceptions import Failure, FailureError, FailureKind
 from vllm.logger import init_logger
+from vllm.utils import pickling
 from vllm.utils.network_utils import get_ip
 from vllm.v1.core.kv_cache_utils import plan_layout
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -148,7 +149,7 @@ class ExternalLauncherExecutor(UniProcExecutor):
         def run() -> Any:
             (result,) = call_own(call)
             try:
-                pickle.dumps(result)
+                pickling.dumps(result)
             except (pickle.PicklingError, AttributeError, TypeError) as error:
                 raise ValueError(
                     f"collective_rpc: all ranks get the results of all, but this one cannot be "
@@ -261,9 +262,8 @@ def place_ranks(parallel: ParallelConfig) -> ParallelConfig:
     size = parallel.world_size
     if num_processes % size or not 0 <= rank < num_processes:
         raise ValueError(
-            f"{BACKEND}: tensor_parallel_size={parallel.tensor_parallel_size} and "
-            f"pipeline_parallel_size={parallel.pipeline_parallel_size} need {size} processes, or "
-            f"a multiple of that, but there are {num_processes} (this one has the rank {rank})"
+            f"{BACKEND}: {parallel.sizes_in_words(' and ')} need {size} processes, or a multiple "
+            f"of that, but there are {num_processes} (this one has the rank {rank})"
         )
     on_machine = _number("LOCAL_WORLD_SIZE", num_processes)
     return replace(

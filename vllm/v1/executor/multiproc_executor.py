@@ -31,6 +31,7 @@ import zmq
 
 from vllm.config.connectors import REGISTERED
 from vllm.distributed.communicators import GroupClosedError
+from vllm.distributed.engine_group import get_engine_group
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.rank_share import is_on_all_ranks
 from vllm.distributed.parallel_state import ALONE, use_groups
@@ -39,6 +40,7 @@ from vllm.exceptions import Failure, FailureError, FailureKind
 from vllm.logger import init_logger, log_format
 from vllm.model_classes import ModelRegistry
 from vllm.ops.ranks import meet_ranks
+from vllm.utils import pickling
 from vllm.utils.text import brief
 from vllm.v1.core.kv_cache_utils import plan_layout
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -108,6 +110,8 @@ class MultiprocExecutor(UniProcExecutor):
         self._others: list[RankClient] = []
         self._elsewhere: Nodes | RayRanks | None = None
         self._death, self._is_ending = threading.Lock(), False
+        if (engines := get_engine_group()) is not None:
+            engines.is_engine_alive = self._are_others_alive
         try:
             self._start_others()
             self._meet()
@@ -144,8 +148,7 @@ class MultiprocExecutor(UniProcExecutor):
         parallel = self._config.parallel_config
         if not (meet_ranks.is_overridden("cpu") or platform.machine() in ("x86_64", "AMD64")):
             raise ValueError(
-                f"tensor_parallel_size={parallel.tensor_parallel_size}, pipeline_parallel_size="
-                f"{parallel.pipeline_parallel_size}: on {platform.machine()} ranks need this "
+                f"{parallel.sizes_in_words(', ')}: on {platform.machine()} ranks need this "
                 "package's compiled kernels; use 1"
             )
         wiring: Wiring | GlooWiring
@@ -230,6 +233,10 @@ class MultiprocExecutor(UniProcExecutor):
         for read in step.outcome.parts:
             read(output)
 
+    def take_part(self) -> None:
+        with self._together("take_part"):
+            super().take_part()
+
     def groups(self) -> AbstractContextManager[None]:
         return use_groups(self._group, self._links)
 
@@ -244,7 +251,7 @@ class MultiprocExecutor(UniProcExecutor):
         parallel = self._config.parallel_config
         ranks = [parallel.rank, *(other.rank for other in self._others)]
         return {
-            divmod(rank, parallel.tensor_parallel_size): metadata
+            divmod(rank, parallel.ranks_per_stage): metadata
             for rank, metadata in sorted(zip(ranks, (own, *others), strict=True))
             if metadata is not None
         }
@@ -303,7 +310,7 @@ class MultiprocExecutor(UniProcExecutor):
             raise FailureError(Failure(FailureKind.ENGINE_DEAD, self.dead_because))
         self._num_calls += 1
         try:
-            packed = pickle.dumps(args)
+            packed = pickling.dumps(args)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise ValueError(
                 f"{method}: other ranks cannot be told: {error}; pass what can be pickled, such as "
@@ -315,7 +322,7 @@ class MultiprocExecutor(UniProcExecutor):
             for other in self._others:
                 other.call(message)
         except RankDiedError as death:
-            self._die(death)
+            self.die(str(death))
             raise FailureError(Failure(FailureKind.ENGINE_DEAD, str(death))) from death
         return self._num_calls
 
@@ -361,7 +368,7 @@ class MultiprocExecutor(UniProcExecutor):
             try:
                 answers = self._meet(number)
             except RankDiedError as death:
-                self._die(death)
+                self.die(str(death))
                 raise FailureError(Failure(FailureKind.ENGINE_DEAD, str(death))) from error
             if isinstance(error, GroupClosedError):  # the others have the reason
                 self._raise_first_failure(answers)
@@ -385,7 +392,7 @@ class MultiprocExecutor(UniProcExecutor):
         joined = self._call("join", self._num_groups)
         try:  # before the answers, because over TCP they come when all are there
             self._group, self._links = self._connections.join(
-                self._num_groups, lambda: all(other.ending is None for other in self._others)
+                self._num_groups, self._are_others_alive
             )
         except GroupClosedError as late:
             raise RankDiedError(str(late)) from late
@@ -393,20 +400,14 @@ class MultiprocExecutor(UniProcExecutor):
             other.answer(joined, self._others)
         return answers
 
+    def _are_others_alive(self) -> bool:
+        return all(other.ending is None for other in self._others)
+
     def _watch(self, other: RankClient) -> None:
         """Take in the end of a process also while nothing is computed."""
         other.wait_for_end()
         if not self._is_ending:
-            self._die(RankDiedError(other.ending))
-
-    def _die(self, death: RankDiedError) -> None:
-        with self._death:
-            if self.dead_because is not None:
-                return
-            self.dead_because = str(death)
-        logger.error("the engine cannot go on: %s", death)
-        if self.on_death is not None:
-            self.on_death()
+            self.die(str(other.ending))
 
     def _end_others(self) -> None:
         self._is_ending = True

@@ -13,8 +13,8 @@ from typing import Any
 
 import zmq
 
-from vllm.utils.child_process import ChildProcess, private_folder
-from vllm.v1.executor.rank_messages import CallsPlace, RankAnswer, RankSettings
+from vllm.utils.child_process import ChildProcess, ending_of, private_folder
+from vllm.v1.executor.rank_messages import RankAnswer, RankSettings
 from vllm.v1.outputs import KVConnectorOutput
 
 POLL_MILLISECONDS = 200
@@ -129,7 +129,7 @@ class RankProcess(RankClient):
     @property
     def ending(self) -> str | None:
         status = self._process.status
-        return None if status is None else ending_of(self.rank, status)
+        return None if status is None else ending_of("rank", self.rank, status)
 
     def wait_for_end(self) -> None:
         self._process.wait()
@@ -140,20 +140,3 @@ class RankProcess(RankClient):
 
     def end(self, grace_seconds: float) -> None:
         self._process.end(grace_seconds)
-
-
-def open_calls(context: zmq.Context[Any], host: str) -> tuple[zmq.Socket[bytes], CallsPlace]:
-    """Listen for a rank on any machine, at a free port of ``host``; its calls are encrypted."""
-    public, secret = zmq.curve_keypair()
-    calls = context.socket(zmq.PAIR)
-    calls.curve_server = True
-    calls.curve_publickey, calls.curve_secretkey = public, secret
-    calls.bind(f"tcp://{host}:*")
-    url = calls.getsockopt(zmq.LAST_ENDPOINT)
-    assert isinstance(url, bytes)
-    return calls, CallsPlace(url.decode(), public.decode())
-
-
-def ending_of(rank: int, status: int) -> str:
-    """Say how a rank's process ended."""
-    return f"the process of rank {rank} ended with status {status}"

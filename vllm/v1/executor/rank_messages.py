@@ -12,16 +12,9 @@ from vllm.distributed.communicators import GroupClosedError
 from vllm.exceptions import Failure, FailureError, FailureKind, kind_of
 from vllm.logger import LogFormat
 from vllm.v1.executor.gloo_wiring import GlooWiring
+from vllm.v1.executor.node_links import SocketPlace
 from vllm.v1.executor.rank_wiring import Wiring
 from vllm.v1.outputs import KVConnectorOutput
-
-
-class CallsPlace(NamedTuple):
-    """The socket at which another node's rank takes its calls."""
-
-    url: str
-    key: str
-    """The engine's public key (CURVE), which only its nodes know."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +29,7 @@ class RankSettings:
     connectors: dict[str, Location]
     """Connectors that are known by name there."""
     log_format: LogFormat
-    calls: CallsPlace | None = None
+    calls: SocketPlace | None = None
     """None: a socket in the process's folder."""
 
 

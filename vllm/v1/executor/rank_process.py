@@ -23,18 +23,19 @@ from vllm.exceptions import Failure, FailureKind
 from vllm.logger import init_logger, set_log_format
 from vllm.model_classes import ModelRegistry
 from vllm.plugins import load_general_plugins
+from vllm.utils import pickling
 from vllm.utils.child_process import receive_settings
 from vllm.utils.gc_utils import settle_garbage_collector
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine.core_messages import WorkerCall
 from vllm.v1.executor.rank_messages import (
-    CallsPlace,
     RankAnswer,
     RankCall,
     RankSettings,
     failed_answer,
 )
 from vllm.v1.executor.rank_terms import terms_of
+from vllm.v1.executor.rank_wiring import join_engines
 from vllm.v1.executor.uniproc_executor import call_worker, worker_class
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import KVConnectorOutput
@@ -55,6 +56,7 @@ class Rank:
         self._config = settings.vllm_config
         self._rank = self._config.parallel_config.rank
         self._connections = settings.wiring.open(self._config.parallel_config)
+        join_engines(self._config.parallel_config)
         self._group, self._links = ALONE, NO_LINKS
         self._has_left = False
         """True after a failure, until there is a new group."""
@@ -130,6 +132,9 @@ class Rank:
         self._note(pending.output.kv_connector_output)
         pending.result()
 
+    def take_part(self) -> None:
+        self.worker.model_runner.take_part()
+
     def _note(self, report: KVConnectorOutput | None) -> None:
         if report is not None:
             self._reports.append(report)
@@ -147,18 +152,9 @@ class Rank:
         return call_worker(self.worker, call)
 
 
-def _connect(socket: zmq.Socket[bytes], folder: str, place: CallsPlace | None) -> None:
-    if place is None:
-        socket.connect(f"ipc://{folder}/calls")
-        return
-    socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
-    socket.curve_serverkey = place.key.encode()
-    socket.connect(place.url)
-
-
 def _encoded(answer: RankAnswer) -> bytes:
     try:
-        return pickle.dumps(answer)
+        return pickling.dumps(answer)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         text = f"the answer cannot be sent to the engine's process: {error}"
         failure = Failure(FailureKind.STEP_FAILED, text)
@@ -179,7 +175,10 @@ def main() -> int:
     settle_garbage_collector()
     context: zmq.Context[Any] = zmq.Context()
     with context.socket(zmq.PAIR) as socket:
-        _connect(socket, folder, settings.calls)
+        if settings.calls is None:
+            socket.connect(f"ipc://{folder}/calls")
+        else:
+            settings.calls.connect(socket)
         while True:
             call: RankCall | None = pickle.loads(socket.recv())
             if call is None:

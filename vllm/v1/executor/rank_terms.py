@@ -24,7 +24,13 @@ if TYPE_CHECKING:
 def terms_of(vllm_config: VllmConfig) -> dict[str, str]:
     """Return the versions and everything that values and sizes depend on, by name."""
     parallel = vllm_config.parallel_config
-    sizes = ("tensor_parallel_size", "pipeline_parallel_size", "nnodes")
+    sizes = (
+        "tensor_parallel_size",
+        "prefill_context_parallel_size",
+        "pipeline_parallel_size",
+        "data_parallel_size",
+        "nnodes",
+    )
     terms = {
         "vllm": __version__,
         "torch": torch.__version__,

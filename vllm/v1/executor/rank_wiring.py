@@ -12,6 +12,7 @@ from vllm.distributed.communicators import (
     SharedMemory,
     SharedMemoryCommunicator,
 )
+from vllm.distributed.engine_group import EngineGroup, use_engine_group
 from vllm.distributed.parallel_state import GroupCoordinator
 from vllm.distributed.pipeline_links import Link, PipelineLinks
 
@@ -27,7 +28,7 @@ class Place(NamedTuple):
 
 def places_of(parallel: ParallelConfig) -> Iterator[Place]:
     """Yield all connections of an engine, in an order that all processes have."""
-    size, last = parallel.tensor_parallel_size, parallel.driver_rank
+    size, last = parallel.ranks_per_stage, parallel.driver_rank
     for first in range(0, last + 1, size) if size > 1 else ():
         yield Place("stage", tuple(range(first, first + size)))
     for rank in range(last):
@@ -40,13 +41,13 @@ def connect(
     parallel: ParallelConfig, make: Callable[[Place], DirectCommunicator]
 ) -> tuple[GroupCoordinator, PipelineLinks]:
     """Return the group of the stage's ranks and the links to other stages, both new."""
-    rank, size = parallel.rank, parallel.tensor_parallel_size
+    rank, size = parallel.rank, parallel.ranks_per_stage
     made = {place: make(place) for place in places_of(parallel) if rank in place.ranks}
     links = {place: Link(one) for place, one in made.items() if place.kind != "stage"}
     tokens = [(place.ranks, link) for place, link in links.items() if place.kind == "tokens"]
     group = next((one for place, one in made.items() if place.kind == "stage"), None)
-    context = parallel.decode_context_parallel_size
-    return GroupCoordinator(rank % size, size, group, context), PipelineLinks(
+    context = parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size
+    return GroupCoordinator(rank % size, size, group, *context), PipelineLinks(
         parallel.stage,
         parallel.pipeline_parallel_size,
         links.get(Place("stream", (rank - size, rank))),
@@ -105,3 +106,19 @@ class Connections:
             return SharedMemoryCommunicator(memory, end, generation, seconds, are_others_alive)
 
         return connect(self._parallel, make)
+
+
+def join_engines(parallel: ParallelConfig) -> None:
+    """Make this process a rank of the engines that share experts, if they do. ValueError: there is
+    not enough memory."""
+    group: EngineGroup | None = None
+    if parallel.engine_files:
+        group = EngineGroup(
+            parallel.engine_files,
+            parallel.data_parallel_rank,
+            parallel.data_parallel_size,
+            parallel.rank,
+            parallel.world_size,
+            parallel.distributed_timeout_seconds,
+        )
+    use_engine_group(group)

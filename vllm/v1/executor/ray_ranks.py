@@ -19,11 +19,12 @@ import zmq
 from vllm.config.connectors import REGISTERED
 from vllm.logger import init_logger, log_format
 from vllm.model_classes import ModelRegistry
+from vllm.utils.child_process import ending_of
 from vllm.utils.ray_cluster import connect, current_group, find_room, in_bundle, remove_group
 from vllm.v1.executor.gloo_wiring import GlooWiring, make_store
-from vllm.v1.executor.node_links import private_address
+from vllm.v1.executor.node_links import SocketPlace, private_address
 from vllm.v1.executor.rank_actor import RankActor
-from vllm.v1.executor.rank_clients import RankClient, ending_of, open_calls
+from vllm.v1.executor.rank_clients import RankClient
 from vllm.v1.executor.rank_messages import RankSettings
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ class RayRank(RankClient):
 
     def _how_it_ended(self) -> str:
         try:
-            return f"{ending_of(self.rank, self._ray.get(self._status))} in its Ray actor"
+            return f"{ending_of('rank', self.rank, self._ray.get(self._status))} in its Ray actor"
         except self._ray.exceptions.RayError as error:
             text, _, _ = " ".join(str(error).split()).partition(" Some common causes")
             return f"the Ray actor of rank {self.rank} has ended: {text[:MOST_LETTERS]}"
@@ -131,7 +132,8 @@ class RayRanks:
         actors = ray.remote(RankActor)
         for (bundle, _), rank in list(zip(room.bundles, self._places, strict=True))[1:]:
             parallel = self._places[rank]
-            calls, place = open_calls(context, self._host)
+            calls = context.socket(zmq.PAIR)
+            place = SocketPlace.bind(calls, self._host)
             actor = actors.options(
                 num_cpus=room.num_cpus,
                 max_concurrency=CONCURRENT_CALLS,

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import pkgutil
+import threading
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
+from vllm.distributed.engine_group import get_engine_group
+from vllm.logger import init_logger
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine.core_messages import WorkerCall
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
@@ -18,6 +22,9 @@ if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
     from vllm.lora.request import LoRARequest
     from vllm.model_executor.hook_points import HookPoint
+
+
+logger = init_logger(__name__)
 
 
 def worker_class(vllm_config: VllmConfig) -> type[Worker]:
@@ -53,7 +60,10 @@ class UniProcExecutor:
     dead_because: str | None = None
     """The reason why nothing can be computed any more; None: it can."""
     on_death: Callable[[], None] | None = None
-    """Called from another thread when ``dead_because`` was set."""
+    """Called, maybe from another thread, when ``dead_because`` was set."""
+    is_closing = False
+    """True if the engine is about to end in order."""
+    _death = threading.Lock()
 
     def __init__(self, vllm_config: VllmConfig) -> None:
         self.worker = worker_class(vllm_config)(vllm_config)
@@ -133,11 +143,33 @@ class UniProcExecutor:
     def execute_model(self, scheduled: SchedulerOutput) -> PendingOutput:
         return self.worker.model_runner.execute_model(scheduled)
 
+    @property
+    def shares_experts(self) -> bool:
+        """True if each step is one of all engines."""
+        return self.worker.model_runner.shared_steps.are_shared
+
+    def take_part(self) -> None:
+        """Compute nothing but what a step of other engines needs of this one."""
+        self.worker.model_runner.take_part()
+
+    def die(self, reason: str) -> None:
+        """Take in that nothing can be computed any more."""
+        with self._death:
+            if self.dead_because is not None:
+                return
+            self.dead_because = reason
+        level = logging.DEBUG if self.is_closing else logging.ERROR
+        logger.log(level, "the engine cannot go on: %s", reason)
+        if self.on_death is not None:
+            self.on_death()
+
     def run_waiting_steps(self) -> None:
         """Run what :meth:`execute_model` put off until its result is asked for; here nothing."""
 
     def shutdown(self) -> None:
         """End all workers, which frees the weights and the pool."""
+        if (engines := get_engine_group()) is not None:
+            engines.end()
         self._end_worker()
 
     def _end_worker(self) -> None:

@@ -41,6 +41,7 @@ from vllm.model_executor.models.interfaces import (
     KnowsHeadInput,
     MayLackHead,
     MayNotBeSteered,
+    check_shares_tokens,
     check_takes_embeds,
     supports_eagle3,
     supports_ranks,
@@ -82,6 +83,7 @@ from vllm.v1.worker.recorded_steps import (
     record_cuda_graph,
 )
 from vllm.v1.worker.row_extractor import RowExtractor
+from vllm.v1.worker.shared_steps import SharedSteps
 from vllm.v1.worker.step_adapters import AdapterStore, adapter_rows
 from vllm.v1.worker.step_sampler import SampledTokens, StepSampler
 from vllm.v1.worker.step_steering import steering_of, vectors_of
@@ -113,6 +115,7 @@ class GPUModelRunner:
         self.sampler: StepSampler
         self.model: Any  # an nn.Module with the methods of models.interfaces
         self.adapters: AdapterStore
+        self.shared_steps: SharedSteps
         self._onlookers: Onlookers
         self._is_all_ours = False
         self._checked_batches: set[int] = set()
@@ -150,6 +153,7 @@ class GPUModelRunner:
                 self.proposer = ExtractHiddenStatesProposer(
                     self.vllm_config, self.device, self, fields
                 )
+        self.shared_steps = SharedSteps(self.model, self.vllm_config.model_config.dtype)
         self.adapters = AdapterStore(self.model, self.vllm_config.lora_config, self.device)
         return_freed_memory()  # weights in the form that they had before they were finished
         self._is_all_ours = is_all_ours(self.model)
@@ -167,6 +171,8 @@ class GPUModelRunner:
             self.vllm_config.parallel_config,
         )
         self._check_spread()
+        if parallel.shares_tokens:
+            check_shares_tokens(self.model, parallel.option_to_share)
         self.sampler = StepSampler(
             self.model.compute_logits,
             self.device,
@@ -338,7 +344,8 @@ class GPUModelRunner:
             connector: AbstractContextManager[None] = nullcontext()
             if self.connector is not None:
                 connector = self.connector.calls_of_pass(context, states, is_recorded=is_recorded)
-            with connector, allow_interrupts():
+            shared = self.shared_steps.step(batch.num_tokens, context.num_layers_to_run)
+            with connector, allow_interrupts(), shared:
                 hidden = forward()
             with nullcontext() if context.adapters is None else set_forward_context(context):
                 if context.num_layers_to_run is None:
@@ -346,13 +353,21 @@ class GPUModelRunner:
                 if context.row_sink is not None and not is_recorded:
                     after = None if sampled is None else partial(sampled.after, batch)
                     context.row_sink.take_logits(hidden, self.model.compute_logits, after)
-        elif self.connector is not None:  # loads in the background begin
-            self.connector.load(context)
+        else:
+            self.take_part()
+            if self.connector is not None:  # loads in the background begin
+                self.connector.load(context)
         rows = self.extractor.end_step()
         if self.connector is not None:
             output.kv_connector_output = self.connector.end_step(scheduled, states)
         parts = [part.read for part in (sampled, rows) if part is not None]
         return PendingOutput(output, parts)
+
+    @torch.inference_mode()
+    def take_part(self) -> None:
+        """Bring no tokens to a step of the engines that share experts."""
+        with self.shared_steps.step():
+            pass
 
     @torch.inference_mode()
     def skip_step(self, scheduled: SchedulerOutput) -> KVConnectorOutput | None:
@@ -488,6 +503,7 @@ class GPUModelRunner:
             capture = self.pipeline.kept.sink(batch)
         depth = scheduled.num_layers_to_run
         rotary = batch.rotary_positions
+        shares = self.vllm_config.parallel_config.shares_tokens
         return ForwardContext(
             metadata,
             capture,
@@ -496,7 +512,9 @@ class GPUModelRunner:
             steering_of(batch, self.device),
             None if rotary is None else to_device(rotary, self.device),
             adapter_rows(batch, self.device),
-            self.pipeline.kept.cut_hooks(batch),
+            self.pipeline.kept.gathered_hooks(batch),
+            batch.num_tokens if shares else 0,
+            self.pipeline.kept.boundaries(batch) if shares else frozenset(),
         )
 
     def _prepare_forward(self, batch: StepBatch, scheduled: SchedulerOutput) -> _Pass:
@@ -634,7 +652,8 @@ class GPUModelRunner:
     @cached_property
     def hook_points(self) -> HookPoints:
         """The places inside the model whose values requests can ask for."""
-        return find_hook_points(self.model, self.vllm_config.model_config)
+        are_shares = self.vllm_config.parallel_config.prefill_context_parallel_size > 1
+        return find_hook_points(self.model, self.vllm_config.model_config, are_shares=are_shares)
 
     def _head_input(self, hidden: torch.Tensor) -> torch.Tensor:
         model = self.model

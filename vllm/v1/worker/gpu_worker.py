@@ -52,6 +52,7 @@ class Worker:
             check_against_reference(self.model_runner)
         model = self.model_runner.model
         self._weights = WeightUpdates(model, self.vllm_config)
+        self.model_runner.shared_steps.not_ready_reason = lambda: self.not_ready_reason
         self._receiver = WeightReceiver(self._weights, self.device, num_weight_bytes(model))
         return self.give_up_ways(0)
 
@@ -141,6 +142,11 @@ class Worker:
         """
         self._check_weights_are_here()
         self._weights.load_folder(weights_path)
+
+    def check_weights(self, weights_path: str | None = None) -> None:
+        """Raise the ValueError of :meth:`reload_weights`, as far as names and shapes show it."""
+        self._check_weights_are_here()
+        self._weights.check_folder(weights_path)
 
     @torch.no_grad()
     def update_weights(self, weights: Mapping[str, torch.Tensor] | Named) -> list[str]:

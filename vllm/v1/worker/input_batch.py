@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import torch
 
-from vllm.distributed.parallel_state import get_dcp_group
+from vllm.distributed.parallel_state import get_context_group
 from vllm.ops.layout import HostStates, SequenceLayout, StatePlan
 from vllm.sampling_params import SamplingParams
 from vllm.utils.token_spread import TokenSpread
@@ -245,7 +245,7 @@ class EagerInputs:
         spec = self._config.kv_cache_groups[group_id].kv_cache_spec
         slots = self._batch.slots(self._table(group_id), spec.tokens_per_block)
         if not spec.spread.is_whole:
-            slots = own_slots(slots, spec.spread, get_dcp_group().rank_in_group)
+            slots = own_slots(slots, spec.spread, get_context_group().rank_in_group)
         return to_device(slots, self._device)
 
     def state_plan(self, group_id: int) -> StatePlan:

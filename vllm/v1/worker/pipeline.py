@@ -74,13 +74,13 @@ class KeptOfRequests:
         if speculative is not None:
             self._of_all[HIDDEN_STATES] = set(speculative.hidden_state_layer_ids)
         self._of_request: dict[str, dict[str, set[LayerId]]] = {}
-        self._cut_hooks: dict[str, set[str]] = {}
+        self._gathered_hooks: dict[str, set[str]] = {}
 
     def update(self, scheduled: SchedulerOutput, points: Callable[[], HookPoints]) -> None:
         """Take in which requests begin and end."""
         for req_id in scheduled.finished_req_ids:
             self._of_request.pop(req_id, None)
-            self._cut_hooks.pop(req_id, None)
+            self._gathered_hooks.pop(req_id, None)
         for new in scheduled.scheduled_new_reqs:
             spec = new.extraction
             if spec is None:
@@ -93,16 +93,22 @@ class KeptOfRequests:
                     kept[HIDDEN_STATES].add(point.depth)
                 else:
                     kept[HOOKS].add(point.names[0])
-                if point.is_cut:
-                    self._cut_hooks.setdefault(new.req_id, set()).add(point.names[0])
+                if point.is_gathered:
+                    self._gathered_hooks.setdefault(new.req_id, set()).add(point.names[0])
             self._of_request[new.req_id] = kept
 
-    def cut_hooks(self, batch: StepBatch) -> frozenset[str]:
-        """Return the hook points of a step's requests whose values the ranks have in parts."""
-        if not self._cut_hooks:
+    def gathered_hooks(self, batch: StepBatch) -> frozenset[str]:
+        """Return the hook points of a step's requests whose values the ranks may have in parts."""
+        if not self._gathered_hooks:
             return frozenset()
-        found = (self._cut_hooks.get(state.req_id, ()) for state in batch.states)
+        found = (self._gathered_hooks.get(state.req_id, ()) for state in batch.states)
         return frozenset().union(*found)
+
+    def boundaries(self, batch: StepBatch) -> frozenset[LayerId]:
+        """Return the boundaries whose stream a step's requests keep."""
+        always = self._of_all.get(HIDDEN_STATES, set())
+        kept = (self._of_request.get(state.req_id, {}) for state in batch.states)
+        return frozenset(always).union(*(one.get(HIDDEN_STATES, ()) for one in kept))
 
     def sink(self, batch: StepBatch) -> RelaySink | None:
         """Return the sink of a step's pass; None: nothing is kept."""
@@ -122,10 +128,10 @@ class Pipeline:
     def __init__(self, vllm_config: VllmConfig) -> None:
         parallel = vllm_config.parallel_config
         self.stage = vllm_config.model_config.stage_of(parallel)
-        self.relays = not self.stage.is_last and parallel.rank % parallel.tensor_parallel_size == 0
+        self.relays = not self.stage.is_last and parallel.rank % parallel.ranks_per_stage == 0
         """True if this process hands on what requests keep: the first of a stage does."""
         self.kept = KeptOfRequests(vllm_config)
-        self.knows_kept = self.relays or parallel.tensor_parallel_size > 1
+        self.knows_kept = self.relays or parallel.ranks_per_stage > 1
 
     def reads_embeddings(self, model: Any) -> bool:
         """Return whether the stage's part of the model begins with embeddings."""
@@ -179,7 +185,7 @@ def pool_share(vllm_config: VllmConfig, layout: PoolLayout) -> float:
     parallel, model_config = vllm_config.parallel_config, vllm_config.model_config
     most = 0.0
     for number in range(parallel.pipeline_parallel_size):
-        rank = replace(parallel, rank=number * parallel.tensor_parallel_size)
+        rank = replace(parallel, rank=number * parallel.ranks_per_stage)
         stage = model_config.stage_of(rank)
         own = range(stage.first_layer, stage.end_layer)
         for group in layout.groups:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from vllm.distributed.parallel_state import get_tp_group
+from vllm.distributed.parallel_state import get_stage_group
 from vllm.exceptions import Failure, FailureKind
 from vllm.forward_context import only_rows
 from vllm.utils.transfers import to_device
@@ -152,7 +152,7 @@ class StepSampler:
 
     def _choose(self, states: list[RequestState], logits: torch.Tensor) -> PendingSample:
         """Sample on the first rank; the others get its tokens."""
-        ranks = get_tp_group()
+        ranks = get_stage_group()
         if not ranks.is_first_rank:
             return PendingSample.of_tokens(
                 ranks.broadcast(logits.new_empty(len(states), dtype=torch.int64))

@@ -63,8 +63,10 @@ class WeightReceiver:
         threading.Thread(target=meet, name="weight-group", daemon=True).start()
 
     def has_joined(self) -> bool:
-        """Return whether the group has met. FailureError: it could not."""
-        return self._group is not None and self._group.done() and bool(self._joined(0))
+        """Return whether the group has met. FailureError: it could not, or was left."""
+        if self._group is None:
+            raise _failed("the group of trainer and workers was left before it met")
+        return self._group.done() and bool(self._joined(0))
 
     def _joined(self, timeout: float) -> WeightGroup:
         if self._group is None:

@@ -53,12 +53,17 @@ class WeightUpdates:
         ValueError: it is another model's, or weights cannot be replaced. Problems that the names
         and shapes show are found before anything is replaced.
         """
-        with fails_on_all_ranks():
-            files = self._files_of(path)
-            self.check(stored_shapes(files), is_whole=True)
+        files = self.check_folder(path)
         with self._replacing():
             load_checkpoint(self._model, self._vllm_config, files)
         self.problem = None
+
+    def check_folder(self, path: str | None) -> list[Path]:
+        """Return the files of a checkpoint for :meth:`load_folder`. ValueError: as there."""
+        with fails_on_all_ranks():
+            files = self._files_of(path)
+            self.check(stored_shapes(files), is_whole=True)
+        return files
 
     def load(self, weights: Mapping[str, torch.Tensor] | Named) -> list[str]:
         """Replace some weights, by the names in the checkpoint; returns the parameters' names.

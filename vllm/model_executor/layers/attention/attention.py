@@ -14,6 +14,7 @@ from vllm.model_executor.layers.attention.spread_attention import attend_spread,
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase, register_layer
 from vllm.model_executor.layers.layer import Layer
 from vllm.model_executor.layers.linear import refuse_quantization
+from vllm.model_executor.layers.shared_tokens import all_tokens_of_branch
 from vllm.ops.attention import write_kv
 from vllm.ops.backends import check_attention_backend, get_paged_attention
 from vllm.ops.operation import KERNEL_DTYPES
@@ -188,6 +189,7 @@ class Attention(Layer, AttentionLayerBase):
         metadata: AttentionMetadata = get_forward_context().attn_metadata[owner.layer_name]
         if owner is self:
             assert key is not None and value is not None
+            key, value = all_tokens_of_branch(key), all_tokens_of_branch(value)
             values = value if value.dim() == 3 else value.view(len(value), -1, self.head_size_v)
             write_kv(self._by_head(key), values, metadata.slot_mapping, self.kv_cache)
         output = query.new_empty((query.shape[0], self.num_heads, self.head_size_v))

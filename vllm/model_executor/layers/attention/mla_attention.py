@@ -16,6 +16,7 @@ from vllm.model_executor.layers.attention.spread_attention import attend_spread
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase, register_layer
 from vllm.model_executor.layers.layer import Layer
 from vllm.model_executor.layers.linear import divide
+from vllm.model_executor.layers.shared_tokens import all_tokens_of_branch
 from vllm.model_executor.layers.weight import Weight
 from vllm.model_executor.layers.weight_share import Run, Share
 from vllm.model_executor.utils import make_parameter
@@ -193,7 +194,7 @@ class MLAAttention(Layer, AttentionLayerBase):
         before it. Returns [tokens, heads * value_size].
         """
         metadata: AttentionMetadata = get_forward_context().attn_metadata[self.layer_name]
-        kept = latent[:, None]
+        kept = all_tokens_of_branch(latent)[:, None]
         write_kv(kept, kept[..., :0], metadata.slot_mapping, self.kv_cache)
         factors = self.kv_b_proj
         output = query.new_empty((len(query), factors.heads, factors.value_size))

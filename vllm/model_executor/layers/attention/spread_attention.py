@@ -1,4 +1,5 @@
-"""Attention over tokens that are spread over ranks (decode_context_parallel_size)."""
+"""Attention over tokens that are spread over ranks (decode_context_parallel_size,
+prefill_context_parallel_size)."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from vllm.config import VllmConfig
-from vllm.distributed.parallel_state import get_dcp_group
+from vllm.distributed.parallel_state import get_context_group, get_dcp_group, get_pcp_group
+from vllm.forward_context import current_shared_tokens
 from vllm.ops.attention import paged_attention_part
 from vllm.utils.math_utils import divisors
 from vllm.utils.text import one_of
@@ -47,17 +49,28 @@ def attend_spread(
 ) -> None:
     """:func:`vllm.ops.attention.paged_attention` for this rank's heads, over all ranks' tokens.
 
-    Each rank attends with the queries of all ranks of the group over its own tokens. Then it merges
-    what all of them found for its heads.
+    query, out: of this rank's tokens if ranks share those of the step (get_pcp_group); or of all
+    tokens, where each of these ranks has them. Each rank attends with the queries of all ranks of
+    the group over its own cached tokens. Then it merges what all of them found for its heads and
+    its queries.
     """
-    group = get_dcp_group()
+    prefill, decode, group = get_pcp_group(), get_dcp_group(), get_context_group()
+    num_tokens = len(query)
+    whole: torch.Tensor | None = None
+    if prefill.world_size > 1 and not current_shared_tokens():
+        whole, query = out, prefill.own_rows(query)
+        out = whole.new_empty((len(query), *whole.shape[1:]))
+    elif prefill.world_size > 1:
+        num_tokens = current_shared_tokens()
     tokens, heads, value_size = out.shape
     head_bytes = tokens * group.world_size * (value_size + 2) * 4
     heads_at_once = max(1, MOST_PART_BYTES // max(1, head_bytes))
     for first in range(0, heads, heads_at_once):
         own = slice(first, first + heads_at_once)
-        queries = group.all_gather(query[:, own], 1)
-        part = query.new_empty((*queries.shape[:2], value_size + 2), dtype=torch.float32)
+        queries = decode.all_gather(prefill.all_gather(query[:, own], 0)[:num_tokens], 1)
+        # Rows behind the last token stay undefined: they are results for such rows.
+        shape = (prefill.world_size * tokens, queries.shape[1], value_size + 2)
+        part = query.new_empty(shape, dtype=torch.float32)
         paged_attention_part(
             queries,
             kv_cache,
@@ -69,10 +82,13 @@ def attend_spread(
             spread.ranks,
             group.rank_in_group,
             spread.interleave,
-            part,
+            part[:num_tokens],
         )
-        by_rank = part.view(tokens, group.world_size, -1, value_size + 2).transpose(0, 1)
-        out[:, own] = merge_parts(group.all_to_all(by_rank), None if sinks is None else sinks[own])
+        by_rank = part.view(prefill.world_size, tokens, decode.world_size, -1, value_size + 2)
+        parts = group.all_to_all(by_rank.transpose(1, 2).flatten(0, 1))
+        out[:, own] = merge_parts(parts, None if sinks is None else sinks[own])
+    if whole is not None:
+        whole.copy_(prefill.all_gather(out, 0)[:num_tokens])
 
 
 def merge_parts(parts: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:

@@ -8,10 +8,11 @@ from typing import ClassVar
 import torch
 from torch import nn
 
+from vllm.distributed.parallel_state import get_tensor_model_parallel_world_size
 from vllm.model_executor.layers.attention_layer_base import register_layer
 from vllm.model_executor.layers.layer import Layer
 from vllm.model_executor.layers.layernorm import LayerNorm
-from vllm.model_executor.layers.linear import merged_linear, row_linear
+from vllm.model_executor.layers.linear import divide, load_part, merged_linear, row_linear
 from vllm.model_executor.layers.mamba.recurrent_layer import RecurrentLayer
 from vllm.model_executor.utils import check_shape, make_parameter, set_weight_attrs
 from vllm.ops.activations import sigmoid_gate
@@ -20,7 +21,8 @@ from vllm.ops.mlstm import mlstm
 
 
 class HeadsLayerNorm(Layer):
-    """A layer norm of each head, with weights [heads * n] and optionally a bias of that shape."""
+    """A layer norm of each head of this rank; the weights of all ranks, and a bias if there is
+    one, are [heads * n]."""
 
     def __init__(self, num_heads: int, size: int, eps: float, *, bias: bool) -> None:
         super().__init__()
@@ -40,9 +42,9 @@ class HeadsLayerNorm(Layer):
 
 
 def _load_flat(param: nn.Parameter, loaded_weight: torch.Tensor) -> None:
-    """loaded_weight: [heads * n]."""
-    check_shape(loaded_weight, (param.numel(),))
-    param.data.copy_(loaded_weight.view(param.shape))
+    """loaded_weight: [heads of all ranks * n]."""
+    check_shape(loaded_weight, (param.numel() * get_tensor_model_parallel_world_size(),))
+    load_part(param, loaded_weight.view(-1, param.shape[1]))
 
 
 class MLSTMLayer(RecurrentLayer):
@@ -71,7 +73,9 @@ class MLSTMLayer(RecurrentLayer):
     ) -> None:
         """key_width, value_width: of all heads; epsilon: added to the divisor of outputs."""
         super().__init__()
-        self.num_heads, self.gate_cap, self.epsilon = num_heads, gate_cap, epsilon
+        ranks = get_tensor_model_parallel_world_size()
+        self.num_heads = divide(num_heads, ranks, "num_heads")
+        self.gate_cap, self.epsilon = gate_cap, epsilon
         self.dk, self.dv = key_width // num_heads, value_width // num_heads
         self.in_proj = merged_linear(
             hidden_size,
@@ -82,7 +86,7 @@ class MLSTMLayer(RecurrentLayer):
         self.gate_proj = merged_linear(
             hidden_size, [num_heads, num_heads], f"{prefix}.gate_proj", bias=True
         )
-        self.multihead_norm = HeadsLayerNorm(num_heads, self.dv, norm_eps, bias=bias)
+        self.multihead_norm = HeadsLayerNorm(self.num_heads, self.dv, norm_eps, bias=bias)
         self.out_proj = row_linear(value_width, hidden_size, f"{prefix}.out_proj", bias=bias)
         self.layer_name = prefix
         register_layer(self)
