@@ -164,7 +164,8 @@ async def with_new_weights(llm: AsyncLLM, folder: Path, way: str) -> tuple[Any, 
     """Return how many tokens were there, all tokens, and rows."""
     streams = start_all(llm, [long(**GREEDY)] * 3)
     rows = asyncio.create_task(extract(llm))
-    await streams[-1].reach(4)
+    for stream in streams:
+        await stream.reach(4)
     counts = []
     if way == "update":
         await llm.update_weights(folder, mode="keep")
