@@ -88,6 +88,8 @@ def test_every_field_of_the_configs_is_an_option() -> None:
         "machine_rank",
         "ranks_on_machine",
         "is_offline_engine",
+        "num_cpus",
+        "ray_place",
         "engine_files",
     }
     for config_class in (ModelConfig, *CONFIGS):
@@ -182,7 +184,11 @@ def test_configs_in_three_forms(model: str, form: str) -> None:
             {"decode_context_parallel_size": 2},
             "decode_context_parallel_size=2 does not divide tensor_parallel_size=1; use 1",
         ),
-        ({"distributed_executor_backend": "ray"}, "backend='ray' .* use None or 'uni' or 'mp'"),
+        (
+            {"distributed_executor_backend": "spark"},
+            "='spark' .* use None or 'uni' or 'mp' or 'ray'",
+        ),
+        ({"data_parallel_backend": "ray"}, "data_parallel_backend='ray' .* use 'mp'"),
         ({"speculative_config": "{"}, "speculative_config='{' is not valid JSON"),
         ({"kv_transfer_config": 5}, "kv_transfer_config=5 .* or a KVTransferConfig"),
         ({"kv_transfer_config": {"kv_rol": "x"}}, r"'kv_rol' \(did you mean 'kv_role'\?\)"),

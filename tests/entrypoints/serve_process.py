@@ -72,7 +72,7 @@ def serve(
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.getcwd(),
+        "PYTHONPATH": os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")]),
         "VLLM_LOGGING_LEVEL": "INFO",
     }
     flags = ("--host", "127.0.0.1", "--port", "0", *flags)

@@ -6,7 +6,6 @@ import errno
 import os
 import re
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -15,6 +14,7 @@ import pytest
 from tests.extract.fake_engine import DEADLY_TOKEN, FAILING_TOKEN, MARKER
 from tests.extract.job_harness import check_rows, digests, run, token_lists, write_token_ids
 from tests.hidden_states.sample_data import make_samples, make_settings
+from tests.ray_clusters import ray_cluster
 from vllm.entrypoints.extract import processes
 from vllm.entrypoints.extract import worker as worker_module
 from vllm.entrypoints.extract.plan import PlannedSample
@@ -31,7 +31,7 @@ LISTS[31] = [4, DEADLY_TOKEN, 5]
 def marker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = tmp_path / "an_engine_has_died"
     monkeypatch.setenv(MARKER, str(path))
-    monkeypatch.setenv("PYTHONPATH", str(Path.cwd()))
+    monkeypatch.setenv("PYTHONPATH", str(Path.cwd()), prepend=os.pathsep)
     return path
 
 
@@ -103,24 +103,17 @@ def test_a_failing_sample_ends_all_processes(
     assert not [name for name in digests(output) if name.endswith(".tmp")]
 
 
-@pytest.fixture
-def ray_cluster() -> Iterator[None]:
-    ray = pytest.importorskip("ray", reason="Ray is not installed")
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
-    yield
-    ray.shutdown()
-
-
 def test_two_ray_actors_one_dies(
     tiny_llama: Path,
     data: Path,
     tmp_path: Path,
     marker: Path,
     expected: dict[str, str],
-    ray_cluster: None,
 ) -> None:
+    pytest.importorskip("ray", reason="Ray is not installed")
     output = tmp_path / "output"
-    assert run(tiny_llama, data, output, data_parallel_size=2, distributed="ray") == 0
+    with ray_cluster([2]):
+        assert run(tiny_llama, data, output, data_parallel_size=2, distributed="ray") == 0
     assert marker.exists()
     assert digests(output) == expected
 

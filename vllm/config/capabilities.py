@@ -207,6 +207,11 @@ def _check_cached_parts(parallel: ParallelConfig, transfer: KVTransferConfig) ->
                 f"{name}={value} with kv_connector={transfer.kv_connector!r}, which stores caches, "
                 f"is not supported; use {name}=1, or a connector for rows alone"
             )
+    if parallel.uses_ray:
+        raise ValueError(
+            f"distributed_executor_backend='ray' with kv_connector={transfer.kv_connector!r}, "
+            "which stores caches, is not supported; use 'mp', or a connector for rows alone"
+        )
 
 
 def _check_external(config: VllmConfig) -> None:

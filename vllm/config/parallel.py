@@ -10,11 +10,12 @@ from vllm import envs
 from vllm.utils.checked import config
 from vllm.utils.math_utils import divisors
 from vllm.utils.options import DERIVED, Option
+from vllm.utils.ray_cluster import RayPlace
 from vllm.utils.text import one_of
 from vllm.utils.token_spread import WHOLE, TokenSpread
 
 ALL2ALL_BACKENDS = ("allgather_reducescatter", "naive")
-BACKENDS = (None, "uni", "mp", "external_launcher")
+BACKENDS = (None, "uni", "mp", "ray", "external_launcher")
 
 
 @config()
@@ -72,8 +73,9 @@ class ParallelConfig:
     a share of a step's tokens instead of all of them; no bit changes."""
     distributed_executor_backend: Annotated[str | None, Option(supported=BACKENDS)] = None
     """Way of starting the workers: "uni", one in the engine's process; "mp", the first there and
-    each of the others in its own; "external_launcher", one in each process that torchrun started,
-    all of which make the same calls of `LLM`. Default: "uni" for one rank, else "mp"."""
+    each of the others in its own; "ray", the same, and the others are actors of a Ray cluster;
+    "external_launcher", one in each process that torchrun started, all of which make the same calls
+    of `LLM`. Default: "uni" for one rank, else "mp"."""
     nnodes: Annotated[int, Field(ge=1)] = 1
     """Number of machines over which "mp" spreads the ranks. Each but the first runs `vllm serve
     --headless`."""
@@ -99,6 +101,11 @@ class ParallelConfig:
     """This process's number among those of all engines on this machine; None: all are on it."""
     ranks_on_machine: Annotated[int | None, DERIVED] = None
     """Number of these processes."""
+
+    num_cpus: Annotated[int | None, DERIVED] = None
+    """CPUs that a cluster reserves for each rank; None: ranks share those of the machine."""
+    ray_place: Annotated[RayPlace | None, DERIVED] = None
+    """The Ray cluster of the process that makes the config, if the engine is in another."""
 
     is_offline_engine: Annotated[bool, DERIVED] = False
     """True if a program makes the `LLM` of each engine (VLLM_DP_RANK, VLLM_DP_SIZE)."""
@@ -261,6 +268,16 @@ class ParallelConfig:
             engine = envs.VLLM_DP_RANK_LOCAL
         rank = engine * self.world_size + self.rank
         return rank, len(self.engines_here) * self.world_size
+
+    @property
+    def uses_ray(self) -> bool:
+        """True if ranks are actors of a Ray cluster."""
+        return self.distributed_executor_backend == "ray" and self.world_size > 1
+
+    @property
+    def ranks_here(self) -> list[int]:
+        """Ranks whose processes the engine's own starts, and its own."""
+        return [self.driver_rank] if self.uses_ray else self.ranks_of_node(0)
 
     @property
     def is_external(self) -> bool:

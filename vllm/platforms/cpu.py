@@ -57,12 +57,15 @@ class CpuPlatform(Platform):
     def measure_held_bytes(self, make: Callable[[], object]) -> int:
         return 0
 
-    def set_num_threads(self, rank: int = 0, num_ranks: int = 1) -> int:
+    def set_num_threads(
+        self, rank: int = 0, num_ranks: int = 1, num_cpus: int | None = None
+    ) -> int:
         """Use VLLM_CPU_THREADS, else OMP_NUM_THREADS, else one for each CPU that this rank is bound
-        to, else its share of the cores that this process may use."""
+        to, else those reserved for it, else its share of the cores that this process may use."""
         bound = self._bind(rank, num_ranks)
         free = usable_core_count() - envs.VLLM_CPU_NUM_OF_RESERVED_CPU
-        own = max(1, free // num_ranks) if bound is None else len(bound)
+        share = num_cpus or max(1, free // num_ranks)
+        own = share if bound is None else len(bound)
         num_threads = envs.VLLM_CPU_THREADS or envs.OMP_NUM_THREADS or own
         if torch.get_num_threads() != num_threads:
             logger.info_once("computing on %d CPU threads", num_threads)

@@ -90,7 +90,9 @@ class CudaPlatform(Platform):
             free.append(torch.cuda.mem_get_info()[0])
         return max(0, free[0] - free[1])
 
-    def set_num_threads(self, rank: int = 0, num_ranks: int = 1) -> int:
+    def set_num_threads(
+        self, rank: int = 0, num_ranks: int = 1, num_cpus: int | None = None
+    ) -> int:
         """Keep torch's own choice: the host computes little."""
         return torch.get_num_threads()
 

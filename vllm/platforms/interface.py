@@ -134,10 +134,13 @@ class Platform(ABC):
             set_option(_M_TRIM_THRESHOLD, _MOST_KEPT_BYTES)
 
     @abstractmethod
-    def set_num_threads(self, rank: int = 0, num_ranks: int = 1) -> int:
+    def set_num_threads(
+        self, rank: int = 0, num_ranks: int = 1, num_cpus: int | None = None
+    ) -> int:
         """Set the number of host threads that torch computes with, and return it.
 
         rank: the number of this process among ``num_ranks`` that compute on this machine.
+        num_cpus: those that are reserved for it; None: ranks share the machine's.
         ValueError: it cannot have the CPUs that it is to have.
         """
 

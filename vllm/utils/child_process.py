@@ -15,7 +15,7 @@ import sys
 import tempfile
 import threading
 import weakref
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 
@@ -33,14 +33,21 @@ def private_folder(prefix: str) -> str:
 class ChildProcess:
     """A module that runs as ``python -m MODULE FOLDER``. The folder is removed at its end.
 
-    It inherits these file descriptors, with their numbers.
+    It inherits these file descriptors, with their numbers. environment: None: this process's.
     """
 
-    def __init__(self, module: str, folder: str, file_descriptors: Collection[int] = ()) -> None:
+    def __init__(
+        self,
+        module: str,
+        folder: str,
+        file_descriptors: Collection[int] = (),
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         self._process = subprocess.Popen(
             [sys.executable, "-m", module, folder],
             stdin=subprocess.PIPE,
             pass_fds=file_descriptors,
+            env=environment,
         )
         self._cleanup = weakref.finalize(self, _end_process, self._process, folder)
 
@@ -59,9 +66,13 @@ class ChildProcess:
 
     def send(self, settings: object) -> None:
         """Hand over the object that the child waits for. BrokenPipeError: it is gone."""
+        self.send_pickled(pickle.dumps(settings))
+
+    def send_pickled(self, settings: bytes) -> None:
+        """Do the same for an object whose classes this process need not load."""
         stream = self._process.stdin
         assert stream is not None
-        pickle.dump(settings, stream)
+        stream.write(settings)
         stream.flush()
 
     def wait(self) -> int:

@@ -15,6 +15,8 @@ ROOT = HERE.parents[2]
 FOLDER = ROOT / ".cache" / "clients-venv"
 LENS = FOLDER / "lens"
 """Folder of vllm-lens alone."""
+RAY = FOLDER / "ray"
+"""Folder of Ray and what it asks for."""
 PINS = ROOT / "requirements" / "pins.txt"
 INSTALL_SECONDS = 900.0
 COMMAND_SECONDS = 240.0
@@ -85,7 +87,9 @@ def as_arguments(options: dict[str, object]) -> list[str]:
 
 def prepare() -> None:
     """Make the environment, unless it is there and as the files beside this one say."""
-    files = [HERE / name for name in ("dependencies.txt", "requirements.txt", "lens.txt")]
+    files = [
+        HERE / name for name in ("dependencies.txt", "requirements.txt", "lens.txt", "ray.txt")
+    ]
     pin = next(line for line in PINS.read_text().splitlines() if line.startswith("torch=="))
     text = "\n".join([sys.version, pin, *(file.read_text() for file in files)])
     digest = hashlib.sha256(text.encode()).hexdigest()
@@ -100,6 +104,7 @@ def prepare() -> None:
         ["-c", str(constraint), "-r", str(files[0])],
         ["--no-deps", "-r", str(files[1])],
         ["--no-deps", "--ignore-requires-python", "--target", str(LENS), "-r", str(files[2])],
+        ["--target", str(RAY), "-r", str(files[3])],
     ):
         subprocess.run([*pip, "--quiet", *arguments], check=True, timeout=INSTALL_SECONDS)
     stamp.write_text(digest)
@@ -113,4 +118,4 @@ def hs_connectors_folder(target: Path) -> Path:
     return target
 
 
-__all__ = ["LENS", "ClientEnvironment", "as_arguments", "hs_connectors_folder", "prepare"]
+__all__ = ["LENS", "RAY", "ClientEnvironment", "as_arguments", "hs_connectors_folder", "prepare"]

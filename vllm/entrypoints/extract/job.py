@@ -100,6 +100,7 @@ def run_job(
         return 0
     resolved = Resolved(options, engine_args)
     resolved.check_model()
+    _check_workers(options, engine_args)
     if options.dry_run:
         _dry_run(resolved, directory)
         return 0
@@ -222,7 +223,7 @@ class _Job:
         if self.options.distributed == "ray":
             from vllm.entrypoints.extract.ray_workers import run_ray
 
-            run_ray(job, num_workers, todo, bar.show)
+            run_ray(job, num_workers, todo, bar.show, self.options.ray_address)
         elif num_workers > 1:
             from vllm.entrypoints.extract.processes import run_processes
 
@@ -238,6 +239,21 @@ class _Job:
         table = totals_lines(settings, sum_units(mine), reasons, None)
         print_table(f"Rank {rank} of {size}", [*table, *lines])
         print(f"When all ranks are done: vllm extract --merge --output {self.directory}")
+
+
+def _check_workers(options: ExtractOptions, engine_args: EngineArgs) -> None:
+    """Raise ValueError if workers cannot have such engines."""
+    count, backend = engine_args.data_parallel_size, engine_args.distributed_executor_backend
+    if options.distributed == "ray" and engine_args.nnodes > 1:
+        raise ValueError(
+            f"distributed='ray' with nnodes={engine_args.nnodes}: leave nnodes out; with "
+            "distributed_executor_backend='ray' the ranks of a worker may be on several nodes"
+        )
+    if options.distributed == "processes" and backend == "ray" and count > 1:
+        raise ValueError(
+            f"distributed_executor_backend='ray' with data_parallel_size={count} needs "
+            "distributed='ray', which places the workers, too"
+        )
 
 
 def _worker_job(

@@ -38,7 +38,15 @@ _OF_LOGPROBS = {"logprob_temperature": 1.0, "logprob_dtype": "float32"}
 
 _OF_DATASETS = (
     *("output", "format", "append", "merge", "dry_run", "verify", "id_column"),
-    *("rank", "world_size", "distributed", "mixed_kernels", "resume_check", "shard_size_gib"),
+    *(
+        "rank",
+        "world_size",
+        "distributed",
+        "ray_address",
+        "mixed_kernels",
+        "resume_check",
+        "shard_size_gib",
+    ),
 )
 """Options that belong to a stored dataset."""
 
@@ -173,6 +181,9 @@ class ExtractOptions:
     distributed: Annotated[Literal["processes", "ray"], Option(group=_DISTRIBUTION)] = "processes"
     """Run the data_parallel_size engines in processes of this machine, or on a Ray cluster, which
     must have access to the output folder."""
+    ray_address: str | None = None
+    """Address of the Ray cluster, such as "10.0.0.5:6379". Default: that of RAY_ADDRESS, else the
+    cluster of which this machine is a node, else a new one on it."""
     rank: Annotated[int, at_least(0)] = 0
     """Number of this command among the world_size commands, each of which does its share of the
     same input. Run --merge afterwards."""
@@ -220,6 +231,8 @@ class ExtractOptions:
             self._require("verify", has_rows, "it compares rows of tokens, not means of them")
         if self.distributed == "ray" and self.world_size > 1:
             raise ValueError("distributed='ray' shares the work by itself; leave out world_size")
+        is_used = self.ray_address is None or self.distributed == "ray"
+        self._require("ray_address", is_used, "it belongs to distributed='ray'")
         if self.format == "speculators":
             reason = "format='speculators' trains from "
             self._require("layers", self.layers, f"{reason}hidden states: name layers")

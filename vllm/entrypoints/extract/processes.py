@@ -59,6 +59,7 @@ def run_pool(
             for slot, (number, worker) in list(workers.items()):
                 if not worker.is_alive() and not queue.is_finished():
                     del workers[slot]
+                    worker.terminate()  # gives back what it has beside its process
                     queue.release(number)
                     logger.warning("worker %d died; another one will do its units", number)
             on_tick(queue.progress())

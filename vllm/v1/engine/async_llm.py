@@ -18,6 +18,7 @@ from vllm.logger import init_logger
 from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams
+from vllm.utils.ray_cluster import place_here
 from vllm.v1.engine import EngineCoreOutput, FinishReason
 from vllm.v1.engine.async_extraction import AsyncExtraction
 from vllm.v1.engine.core_client import AnyCoreHandle, AsyncCoreClient, CoreHandle
@@ -115,6 +116,13 @@ class AsyncLLM(AsyncExtraction, AsyncWorkerCalls):
                 f"VLLM_DP_SIZE={parallel.data_parallel_size} is for programs that make an LLM in "
                 "each process; unset it, and use data_parallel_size"
             )
+        if parallel.uses_ray:
+            if parallel.data_parallel_size > 1:
+                raise ValueError(
+                    f"data_parallel_size={parallel.data_parallel_size} with "
+                    "distributed_executor_backend='ray' is not supported: start several servers"
+                )
+            parallel = vllm_config.parallel_config = replace(parallel, ray_place=place_here())
         if parallel.engines_here.start and parallel.engines_served.start == 0:
             raise ValueError(
                 f"data_parallel_start_rank={parallel.data_parallel_start_rank}: engine 0 and the "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 from datetime import timedelta
 from typing import NamedTuple
@@ -13,6 +14,14 @@ from vllm.distributed.gloo_communicator import GlooCommunicator, address_towards
 from vllm.distributed.parallel_state import GroupCoordinator
 from vllm.distributed.pipeline_links import PipelineLinks
 from vllm.v1.executor.rank_wiring import Place, connect
+
+
+def make_store(host: str, listener: socket.socket) -> TCPStore:
+    """Make the store in which ranks find each other, at the address of a socket that listens."""
+    port = listener.getsockname()[1]
+    return TCPStore(
+        host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
 
 
 class GlooWiring(NamedTuple):

@@ -55,7 +55,9 @@ from vllm.v1.executor.rank_messages import (
     RankSettings,
     raise_first_failure,
 )
+from vllm.v1.executor.rank_terms import differences, terms_of
 from vllm.v1.executor.rank_wiring import Wiring
+from vllm.v1.executor.ray_ranks import BACKEND, RayRanks
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput, PendingOutput
@@ -106,13 +108,14 @@ class MultiprocExecutor(UniProcExecutor):
         self._group, self._links = ALONE, NO_LINKS
         self._num_calls = self._num_groups = 0
         self._others: list[RankClient] = []
-        self._nodes: Nodes | None = None
-        self._is_ending = False
+        self._elsewhere: Nodes | RayRanks | None = None
+        self._death, self._is_ending = threading.Lock(), False
         if (engines := get_engine_group()) is not None:
             engines.is_engine_alive = self._are_others_alive
         try:
             self._start_others()
             self._meet()
+            self._check_terms()
             with self._together("load_model") as given_up:
                 super().__init__(vllm_config)
             self._agree_on_way([self._num_ways_given_up, *given_up])
@@ -122,6 +125,16 @@ class MultiprocExecutor(UniProcExecutor):
         except BaseException:
             self._end_others()
             raise
+
+    def _check_terms(self) -> None:
+        """Raise ValueError if ranks that Ray started have other versions or checkpoints."""
+        if self._config.parallel_config.uses_ray:
+            with self._together("terms") as others:
+                own = terms_of(self._config)
+            ranks = [self._config.parallel_config.rank, *(one.rank for one in self._others)]
+            names = [f"rank {rank}" for rank in ranks]
+            if different := differences([own, *others], names):
+                raise ValueError(f"{BACKEND}: the ranks of one engine differ: {different}")
 
     def _agree_on_way(self, given_up: list[int]) -> None:
         """Let all stages run requests in the way that the last of them came to."""
@@ -138,16 +151,18 @@ class MultiprocExecutor(UniProcExecutor):
                 f"{parallel.sizes_in_words(', ')}: on {platform.machine()} ranks need this "
                 "package's compiled kernels; use 1"
             )
-        if parallel.nnodes > 1:
-            self._nodes = Nodes(self._config)
-            self._others += self._nodes.make_ranks(self._context)
-            wiring: Wiring | GlooWiring = self._nodes.wiring
+        wiring: Wiring | GlooWiring
+        if parallel.nnodes > 1 or parallel.uses_ray:
+            kind = RayRanks if parallel.uses_ray else Nodes
+            self._elsewhere = kind(self._config)
+            self._others += self._elsewhere.make_ranks(self._context)
+            wiring, parallel = self._elsewhere.wiring, self._config.parallel_config
         else:
             wiring = Wiring.make(parallel)
         here: list[RankProcess] = []
         try:
             self._connections = wiring.open(parallel)
-            for rank in parallel.ranks_of_node(0):
+            for rank in parallel.ranks_here:
                 seconds = parallel.distributed_timeout_seconds
                 if rank != parallel.rank:
                     here.append(RankProcess(self._context, rank, seconds, wiring.files))
@@ -401,5 +416,7 @@ class MultiprocExecutor(UniProcExecutor):
         grace_seconds = 0.0 if self.dead_because else END_SECONDS
         for other in self._others:
             other.end(grace_seconds)
+        if self._elsewhere is not None:
+            self._elsewhere.end(grace_seconds)
         self._others = []
         self._context.destroy(linger=0)

@@ -32,6 +32,22 @@ _KEEP_ALIVE = {socket.TCP_KEEPIDLE: 10, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEP
 """Seconds and attempts after which a machine that does not answer counts as gone."""
 
 
+def private_address(name: str, host: str) -> str:
+    """Return the IPv4 address of ``host``. ValueError, which begins with ``name``: it has none that
+    is private."""
+    try:
+        found = socket.getaddrinfo(host, None, socket.AF_INET)
+    except OSError as error:
+        raise ValueError(f"{name} has no IPv4 address: {error.strerror or error}") from error
+    address = str(found[0][4][0])
+    if ipaddress.ip_address(address).is_global:
+        raise ValueError(
+            f"{name} is the public address {address}: nodes send each other tensors and pickled "
+            "objects without encryption; use a private network"
+        )
+    return address
+
+
 class MeetingPlace(NamedTuple):
     """The address and port of node 0 at which the other nodes meet it."""
 
@@ -46,17 +62,7 @@ class MeetingPlace(NamedTuple):
     def of(cls, parallel: ParallelConfig, address_name: str, port_name: str) -> MeetingPlace:
         """Read two options. ValueError: the address is not a private one."""
         address = getattr(parallel, address_name)
-        option = f"{address_name}={address!r}"
-        try:
-            found = socket.getaddrinfo(address, None, socket.AF_INET)
-        except OSError as error:
-            raise ValueError(f"{option} has no IPv4 address: {error.strerror or error}") from error
-        host = str(found[0][4][0])
-        if ipaddress.ip_address(host).is_global:
-            raise ValueError(
-                f"{option} is the public address {host}: nodes send each other tensors and pickled "
-                "objects without encryption; use a private network"
-            )
+        host = private_address(f"{address_name}={address!r}", address)
         return cls(host, getattr(parallel, port_name), address, (address_name, port_name))
 
     @classmethod

@@ -6,9 +6,8 @@ import pickle
 from typing import TYPE_CHECKING, Any
 
 import zmq
-from torch._C._distributed_c10d import TCPStore
 
-from vllm.v1.executor.gloo_wiring import GlooWiring
+from vllm.v1.executor.gloo_wiring import GlooWiring, make_store
 from vllm.v1.executor.node_links import MeetingPlace, NodeLink, SocketPlace
 from vllm.v1.executor.node_meeting import NodeMeeting
 from vllm.v1.executor.rank_clients import RankClient
@@ -51,7 +50,7 @@ class Nodes:
         """
         self._config, self._parallel = config, config.parallel_config
         place = MeetingPlace.of_ranks(self._parallel)
-        self._store = _make_store(place)
+        self._store = make_store(place.host, place.listen(0))
         self.wiring = GlooWiring(place.host, self._store.port)
         self._meeting = NodeMeeting(
             place,
@@ -85,12 +84,3 @@ class Nodes:
     def end(self, grace_seconds: float) -> None:
         """Let the processes of all nodes end."""
         self._meeting.end(grace_seconds)
-
-
-def _make_store(place: MeetingPlace) -> TCPStore:
-    listener = place.listen(0)
-    port = listener.getsockname()[1]
-    return TCPStore(
-        place.host, port, is_master=True, wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-    )  # fmt: skip

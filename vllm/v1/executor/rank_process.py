@@ -34,6 +34,7 @@ from vllm.v1.executor.rank_messages import (
     RankSettings,
     failed_answer,
 )
+from vllm.v1.executor.rank_terms import terms_of
 from vllm.v1.executor.rank_wiring import join_engines
 from vllm.v1.executor.uniproc_executor import call_worker, worker_class
 from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -101,6 +102,9 @@ class Rank:
         if self._group.communicator is not None:
             self._group.communicator.close()
         self._links.close()
+
+    def terms(self) -> dict[str, str]:
+        return terms_of(self._config)
 
     def load_model(self) -> int:
         load_general_plugins()

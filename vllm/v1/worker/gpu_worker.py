@@ -38,7 +38,7 @@ class Worker:
         self.platform.prepare_process()
         parallel = vllm_config.parallel_config
         rank, self._num_ranks = parallel.place_on_machine
-        self.platform.set_num_threads(rank, self._num_ranks)
+        self.platform.set_num_threads(rank, self._num_ranks, parallel.num_cpus)
         self.model_runner = GPUModelRunner(vllm_config, self.device)
         self._asleep: frozenset[str] = frozenset()  # tags of the memory that is freed
 
