@@ -20,7 +20,7 @@ from vllm.distributed.parallel_state import (
 from vllm.forward_context import current_shared_tokens
 from vllm.model_executor.layers import shared_tokens
 from vllm.model_executor.layers.attention import spread_attention
-from vllm.model_executor.layers.fused_moe import Experts
+from vllm.model_executor.layers.experts import Experts
 from vllm.model_executor.models import decoder_block, decoder_loop, decoder_model
 from vllm.v1.worker import step_adapters, weight_updates
 

@@ -11,9 +11,19 @@ import pytest
 import torch
 
 from tests.engine import rank_functions
-from tests.engine.harness import core_of, engine, extraction_config, greedy, random_prompts, rows_of
+from tests.engine.harness import core_of, engine, extraction_config, greedy, rows_of
 from tests.engine.test_context_parallel import check_values, max_blocks
-from tests.engine.test_ranks import OPTIONS, PROMPTS, SAMPLED, results, same_bits, sharing, tokens
+from tests.engine.test_ranks import (
+    OPTIONS,
+    PROMPTS,
+    SAMPLED,
+    check_hit_inside_a_block,
+    check_that_a_step_fails_alone,
+    results,
+    same_bits,
+    sharing,
+    tokens,
+)
 from tests.grids import at_night
 from vllm import LLM
 
@@ -154,27 +164,13 @@ def test_files_and_prefix_hits(pair: LLM, checkpoint: Checkpoint, tmp_path: Path
 
 @pytest.mark.exhaustive
 def test_a_prefix_hit_ends_inside_a_block(pair: LLM) -> None:
-    shared = random_prompts(23, [48 + 15])[0]["prompt_token_ids"]
-    prompts = [shared, [*shared[:48], *range(100, 130)]]
-    found, hits = [], []
-    for salts in (("a", "a"), ("b", "c")):
-        for ids, salt in zip(prompts, salts, strict=True):
-            asked: Any = {"prompt_token_ids": ids, "cache_salt": salt}
-            (output,) = pair.generate(asked, greedy(20), use_tqdm=False)
-            found.append(output.outputs[0].token_ids)
-            hits.append(output.num_cached_tokens)
-    assert hits == [0, 48, 0, 0]
-    assert found[:2] == found[2:]
+    check_hit_inside_a_block(pair)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("failing_rank", [0, 1])
 def test_a_step_that_fails_on_one_rank_fails_alone(pair: LLM, failing_rank: int) -> None:
-    before = results(pair)
-    pair.collective_rpc(rank_functions.fail_in_next_pass, args=(failing_rank,))
-    (failed,) = pair.extract(PROMPTS[:1], layers=[4], on_error="yield")
-    assert "planted" in str(failed)
-    assert same_bits(results(pair), before)
+    check_that_a_step_fails_alone(pair, failing_rank)
 
 
 @pytest.mark.exhaustive

@@ -79,6 +79,30 @@ def tokens(llm: LLM, params: SamplingParams) -> list[list[int]]:
     return [list(one.token_ids) for output in outputs for one in output.outputs]
 
 
+def check_hit_inside_a_block(pair: LLM) -> None:
+    """A prefix hit that ends inside a block of several ranks' tokens changes no token."""
+    shared = random_prompts(23, [48 + 15])[0]["prompt_token_ids"]
+    prompts = [shared, [*shared[:48], *range(100, 130)]]
+    found, hits = [], []
+    for salts in (("a", "a"), ("b", "c")):
+        for ids, salt in zip(prompts, salts, strict=True):
+            asked: Any = {"prompt_token_ids": ids, "cache_salt": salt}
+            (output,) = pair.generate(asked, greedy(20), use_tqdm=False)
+            found.append(output.outputs[0].token_ids)
+            hits.append(output.num_cached_tokens)
+    assert hits == [0, 48, 0, 0]
+    assert found[:2] == found[2:]
+
+
+def check_that_a_step_fails_alone(pair: LLM, failing_rank: int) -> None:
+    """A step fails on one rank: its request ends, and later ones have the same values."""
+    before = results(pair)
+    pair.collective_rpc(rank_functions.fail_in_next_pass, args=(failing_rank,))
+    (failed,) = pair.extract(PROMPTS[:1], layers=[4], on_error="yield")
+    assert "planted" in str(failed)
+    assert same_bits(results(pair), before)
+
+
 @pytest.fixture(scope="module")
 def pair(checkpoint: Checkpoint) -> Iterator[LLM]:
     """An engine of two ranks, both of whose pools are NaN at the start."""
@@ -217,11 +241,7 @@ def test_functions_that_ranks_cannot_import_fail_alone(pair: LLM, tmp_path: Path
 
 @pytest.mark.parametrize("failing_rank", [0, 1])
 def test_a_step_that_fails_on_one_rank_fails_alone(pair: LLM, failing_rank: int) -> None:
-    before = results(pair)
-    pair.collective_rpc(rank_functions.fail_in_next_pass, args=(failing_rank,))
-    (failed,) = pair.extract(PROMPTS[:1], layers=[4], on_error="yield")
-    assert "planted" in str(failed)
-    assert same_bits(results(pair), before)
+    check_that_a_step_fails_alone(pair, failing_rank)
 
 
 def test_what_ranks_cannot_do_is_refused_by_name(checkpoint: Checkpoint) -> None:

@@ -12,8 +12,9 @@ from safetensors.torch import load_file, save_file
 
 from tests.models.checkpoints import make_checkpoint
 from tests.models.harness import make_config
-from vllm.model_executor.layers import fused_moe
-from vllm.model_executor.layers.fused_moe import Experts, FusedMoE, RoutingRule
+from vllm.model_executor.layers import experts as expert_layers
+from vllm.model_executor.layers.experts import Experts
+from vllm.model_executor.layers.fused_moe import FusedMoE, RoutingRule
 from vllm.model_executor.layers.weight import finish_weights
 from vllm.model_executor.model_loader import get_model
 from vllm.ops.linear import prefers_panels
@@ -89,13 +90,13 @@ def test_experts_in_any_groups_give_the_same_bits(monkeypatch: pytest.MonkeyPatc
     x = torch.randn(61, HIDDEN).bfloat16()
     found = []
     for pairs_of_a_group in (0, 9, 40, 1000):
-        monkeypatch.setattr(fused_moe, "_PAIRS_OF_A_GROUP", pairs_of_a_group)
+        monkeypatch.setattr(expert_layers, "_PAIRS_OF_A_GROUP", pairs_of_a_group)
         found.append(layer(x))
     assert all(torch.equal(found[0], other) for other in found)
     starts = [0, 0, 5, 8, 8, 60, 61]
-    monkeypatch.setattr(fused_moe, "_PAIRS_OF_A_GROUP", 8)
-    experts = [[pairs.expert for pairs in group] for group in fused_moe._groups(starts)]
-    assert experts == [[1, 2], [4], [5]] and fused_moe._groups([0, 0]) == []
+    monkeypatch.setattr(expert_layers, "_PAIRS_OF_A_GROUP", 8)
+    groups = [[pairs.expert for pairs in group] for group in expert_layers._groups(starts)]
+    assert groups == [[1, 2], [4], [5]] and expert_layers._groups([0, 0]) == []
 
 
 def test_experts_without_tokens_and_steps_without_tokens() -> None:

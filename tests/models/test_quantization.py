@@ -32,7 +32,7 @@ from tests.models.stored_formats import (
 )
 from tests.models.test_models import NUM_TOKENS, prompt
 from vllm import LLM
-from vllm.model_executor.layers.fused_moe import Experts
+from vllm.model_executor.layers.experts import Experts
 from vllm.model_executor.layers.linear import RowParallelLinear
 from vllm.model_executor.layers.quantization.quantization import read_quantization
 from vllm.model_executor.layers.weight import num_weight_bytes

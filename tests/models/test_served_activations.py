@@ -21,7 +21,7 @@ from tests.models.stored_formats import (
 )
 from tests.models.test_models import NUM_TOKENS, prompt
 from tests.models.test_quantization import edit_weights, join_experts, pack_experts
-from vllm.model_executor.layers.fused_moe import Experts
+from vllm.model_executor.layers.experts import Experts
 from vllm.model_executor.layers.weight import weight_of
 from vllm.model_executor.model_loader import get_model
 from vllm.ops.packed_linear import unpacks_weights

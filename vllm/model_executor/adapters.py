@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 from vllm.model_executor.layers.attention.mla_attention import LatentExpansion, LatentFactors
-from vllm.model_executor.layers.fused_moe import Experts, FusedMoE
+from vllm.model_executor.layers.experts import Experts
+from vllm.model_executor.layers.fused_moe import FusedMoE
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.low_rank import (
     EMBEDDING,

@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Any, NamedTuple
 
 from vllm import envs
@@ -237,5 +236,7 @@ def in_bundle(ray: Any, group: Any, bundle: int) -> Any:
 def remove_group(ray: Any, group: Any) -> None:
     """Remove a placement group, which ends the actors in it, unless Ray has ended."""
     if ray.is_initialized():
-        with suppress(Exception):
+        try:
             ray.util.remove_placement_group(group)
+        except Exception as error:  # of several classes, if the cluster has just ended
+            logger.warning("a placement group of Ray was not removed: %s", error)

@@ -11,35 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
 from vllm.distributed.engine_group import EngineGroup
+from vllm.model_executor.layers.experts import Experts
 from vllm.ops.experts import SortedPairs, sort_by_expert
-
-
-class ExpertProducts(Protocol):
-    """Some experts of a layer (``fused_moe.Experts``)."""
-
-    num_experts: int
-    """Number of all experts of the layer."""
-    hidden_size: int
-    bounds: list[int]
-    """First expert of each rank, and the number of experts."""
-
-    def compute(
-        self,
-        inputs: torch.Tensor,
-        pairs: SortedPairs,
-        factors: torch.Tensor | None,
-        out: torch.Tensor,
-    ) -> None:
-        """Write the outputs of the pairs of this rank's experts. out: [pairs, hidden].
-
-        factors: float32 [tokens, top_k], what multiplies the inputs, [tokens, hidden]; None:
-        nothing does.
-        """
 
 
 class RoutedTokens(NamedTuple):
@@ -57,7 +35,7 @@ class SharedExperts:
     """The experts of one layer on all ranks of all engines."""
 
     def __init__(
-        self, experts: ExpertProducts, group: EngineGroup, top_k: int, *, weighs_input: bool
+        self, experts: Experts, group: EngineGroup, top_k: int, *, weighs_input: bool
     ) -> None:
         self._experts, self._group, self._top_k = experts, group, top_k
         self._weighs_input = weighs_input

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import nn
 
-from vllm.model_executor.layers.fused_moe import PROJECTIONS
+from vllm.model_executor.layers.experts import PROJECTIONS
 from vllm.model_executor.models.decoder_model import HybridForCausalLM
 from vllm.model_executor.models.glm4_moe import GLM_MOE_NAMES, prefixes_of_extra_layers
 from vllm.model_executor.models.kimi_linear import (

@@ -19,7 +19,8 @@ from vllm.forward_context import get_forward_context
 from vllm.model_executor.hook_points import BlockHook
 from vllm.model_executor.layers.activation import get_act_and_mul_fn, get_act_fn
 from vllm.model_executor.layers.attention import Attention
-from vllm.model_executor.layers.fused_moe import Experts, FusedMoE, RoutingRule
+from vllm.model_executor.layers.experts import Experts
+from vllm.model_executor.layers.fused_moe import FusedMoE, RoutingRule
 from vllm.model_executor.layers.layer import Layer
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import (

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from vllm.model_executor.layers.activation import get_act_and_mul_fn
-from vllm.model_executor.layers.fused_moe import PROJECTIONS, Experts, FusedMoE, RoutingRule
+from vllm.model_executor.layers.experts import PROJECTIONS, Experts
+from vllm.model_executor.layers.fused_moe import FusedMoE, RoutingRule
 from vllm.model_executor.models.decoder_block import GatedMLP
 from vllm.model_executor.utils import check_shape
 

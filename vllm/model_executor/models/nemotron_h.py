@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from torch import nn
 
 from vllm.model_executor.layers.activation import get_act_fn
-from vllm.model_executor.layers.fused_moe import Experts, FusedMoE, LatentSpace
+from vllm.model_executor.layers.experts import Experts
+from vllm.model_executor.layers.fused_moe import FusedMoE, LatentSpace
 from vllm.model_executor.layers.mamba.mamba2 import Mamba2Mixer, Mamba2Sizes
 from vllm.model_executor.models.decoder_block import AttentionOptions, PlainMLP
 from vllm.model_executor.models.decoder_model import HybridForCausalLM

@@ -33,7 +33,7 @@ from vllm.logger import init_logger
 from vllm.model_executor.captures import make_fields
 from vllm.model_executor.hook_points import HookPoints, find_hook_points
 from vllm.model_executor.layers.attention import AttentionLayerBase
-from vllm.model_executor.layers.fused_moe import Experts
+from vllm.model_executor.layers.experts import Experts
 from vllm.model_executor.layers.layer import settle_attributes
 from vllm.model_executor.layers.weight import fix_weights
 from vllm.model_executor.model_loader.loader import get_model
