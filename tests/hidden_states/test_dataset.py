@@ -232,7 +232,8 @@ def test_few_files_are_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     dataset = HiddenStatesDataset(path)
     for _ in dataset:
         pass
-    mapped = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines()}
+    maps = os.fsdecode(Path("/proc/self/maps").read_bytes())  # names may be no UTF-8
+    mapped = {line.split()[-1] for line in maps.splitlines()}
     assert sum(name.startswith(str(path)) for name in mapped) == 3
 
 

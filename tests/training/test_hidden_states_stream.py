@@ -94,7 +94,7 @@ def num_segments() -> int:
     gc.collect()
     links = [Path(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd")]
     targets = [os.readlink(link) for link in links if link.is_symlink()]
-    mapped = Path("/proc/self/maps").read_text().count("memfd:hidden-states")
+    mapped = Path("/proc/self/maps").read_bytes().count(b"memfd:hidden-states")
     return sum("memfd:hidden-states" in target for target in targets) + mapped
 
 
