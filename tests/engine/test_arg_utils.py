@@ -139,6 +139,13 @@ def test_steps_of_servers_are_shorter(kind: type[EngineArgs], tokens: int, model
     assert config.scheduler_config.max_num_batched_tokens == tokens
 
 
+@pytest.mark.parametrize(("asked", "tokens"), [({}, 512), ({"max_num_batched_tokens": 700}, 700)])
+def test_steps_of_stages_are_shorter(asked: dict[str, int], tokens: int, model: str) -> None:
+    """A stage is idle while the first step fills the stages before it."""
+    args = EngineArgs(model=model, device="cpu", pipeline_parallel_size=2, **asked)
+    assert args.create_engine_config().scheduler_config.max_num_batched_tokens == tokens
+
+
 def test_steps_of_small_models_are_longer_on_a_card(
     model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,9 +16,9 @@ class SchedulerConfig:
     """Token budget, number of requests, policy."""
 
     max_num_batched_tokens: Annotated[int, Field(ge=1), Fillable] = UNSET
-    """Most tokens of one step. Default on a CPU: 4096, or 2048 in a server. Default on CUDA: 8192,
-    or 16384 outside a server if the model's hidden size is at most 2048. Default without chunked
-    prefill: max_model_len, or 2048 if that is more."""
+    """Most tokens of one step. Default on a CPU: 4096, or 2048 in a server, or 512 with several
+    pipeline stages. Default on CUDA: 8192, or 16384 outside a server if the model's hidden size is
+    at most 2048. Default without chunked prefill: max_model_len, or 2048 if that is more."""
     max_num_seqs: Annotated[int, Field(ge=1)] = 256
     """Most requests that run at the same time."""
     enable_chunked_prefill: bool = True

@@ -124,7 +124,10 @@ class EngineArgs:
         scheduling = values["scheduler_config"]
         scheduling["max_model_len"] = model_config.max_model_len
         if self.max_num_batched_tokens is None and self.enable_chunked_prefill:
-            default = self._default_max_num_batched_tokens(device_config.platform, model_config)
+            platform = device_config.platform
+            default = self._default_max_num_batched_tokens(platform, model_config)
+            if self.pipeline_parallel_size > 1:
+                default = min(default, platform.default_max_num_batched_tokens_of_stages)
             scheduling["max_num_batched_tokens"] = default
         values |= values.pop("") | {"model_config": model_config, "device_config": device_config}
         return self.config_class(**values)

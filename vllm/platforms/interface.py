@@ -53,6 +53,9 @@ class Platform(ABC):
     """Default for the tokens of one step."""
     default_max_num_batched_tokens_of_servers: ClassVar[int] = 2048
     """The same for servers, where decoding requests wait for a step's prompts."""
+    default_max_num_batched_tokens_of_stages: ClassVar[int] = 512
+    """The most by default with several pipeline stages: a stage waits while the first step of some
+    prompts fills the stages before it, and the last one leaves those behind it."""
     works_beside_host: ClassVar[bool] = True
     """True if the host can plan a step while the device works on the one before it."""
     retained_row_bytes: ClassVar[int | None] = None
