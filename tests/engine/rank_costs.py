@@ -2,18 +2,21 @@
 
 python -m tests.engine.rank_costs memory        # a checkpoint of 200 MiB on 1, 2 and 4 ranks
 python -m tests.engine.rank_costs plans [--ranks 8]
+python -m tests.engine.rank_costs calls [--ranks 8]     # their way alone; no rank computes
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import multiprocessing
 import os
 import statistics
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,10 +26,15 @@ from tests.engine import rank_functions
 from tests.engine.harness import core_of, greedy, random_prompts
 from tests.models.checkpoints import make_checkpoint
 from vllm import LLM, AsyncEngineArgs, AsyncLLM
+from vllm.distributed.broadcast import BroadcastPlace, BroadcastReceiver, BroadcastSender
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
 MIB = 2**20
 POOL_BYTES = 64 * MIB
+PLAN_BYTES = 1500
+"""About those of a decode step of four requests."""
+PAUSE_SECONDS = 0.004
+"""Between two messages: about the time of a step."""
 LARGE: Mapping[str, Any] = {
     "hidden_size": 1024,
     "intermediate_size": 2816,
@@ -138,9 +146,44 @@ def measure_plans(folder: Path, ranks: int, steps: int) -> list[PlanTimes]:
     ]
 
 
+def _note_arrivals(place: BroadcastPlace, answers: Connection) -> None:
+    receiver = BroadcastReceiver(place)
+    answers.send(None)
+    while receiver.receive():
+        answers.send(time.monotonic())
+
+
+def measure_calls(ranks: int, steps: int) -> list[PlanTimes]:
+    """Measure the way of messages as long as a plan to processes that do nothing but wait."""
+    sender, processes, answers = BroadcastSender(ranks - 1), [], []
+    context = multiprocessing.get_context("fork")  # processes with the memory's descriptor
+    for place in sender.places:
+        here, there = context.Pipe()
+        processes.append(context.Process(target=_note_arrivals, args=(place, there), daemon=True))
+        processes[-1].start()
+        answers.append(here)
+    for one in answers:
+        one.recv()
+    times = []
+    for _ in range(steps):
+        time.sleep(PAUSE_SECONDS)
+        begin, cpu = time.monotonic(), time.thread_time()
+        sender.send(b"x" * PLAN_BYTES, _wait_for_reader)
+        cpu = time.thread_time() - cpu
+        times.append(PlanTimes(cpu, max(one.recv() for one in answers) - begin))
+    sender.send(b"", _wait_for_reader)
+    for process in processes:
+        process.join()
+    return times
+
+
+def _wait_for_reader(reader: int) -> None:
+    pass
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("what", choices=["memory", "plans"])
+    parser.add_argument("what", choices=["memory", "plans", "calls"])
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--steps", type=int, default=200)
     arguments = parser.parse_args()
@@ -153,7 +196,10 @@ def main() -> None:
                     print(f"TP {tensor} PP {stages} rank {rank}: MiB of {sizes}", flush=True)
             return
         load = os.getloadavg()[0]
-        found = measure_plans(Path(folder), arguments.ranks, arguments.steps)
+        if arguments.what == "calls":
+            found = measure_calls(arguments.ranks, arguments.steps)
+        else:
+            found = measure_plans(Path(folder), arguments.ranks, arguments.steps)
         sent, there = (sorted(1e6 * times[part] for times in found) for part in range(2))
         low, high = (there[len(there) * part // 100] for part in (10, 90))
         print(

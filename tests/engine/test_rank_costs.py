@@ -7,7 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.rank_costs import LARGE, MIB, POOL_BYTES, SIZES, measure_memory, measure_plans
+from tests.engine.rank_costs import (
+    LARGE,
+    MIB,
+    POOL_BYTES,
+    SIZES,
+    measure_calls,
+    measure_memory,
+    measure_plans,
+)
 
 pytestmark = pytest.mark.exhaustive
 
@@ -35,3 +43,8 @@ def test_plans_reach_eight_ranks(tmp_path: Path) -> None:
     times = measure_plans(tmp_path, ranks=8, steps=40)
     assert all(one.sending > 0 and one.there > 0 for one in times)
     assert statistics.median(one.there for one in times) < 0.1
+
+
+def test_calls_reach_processes_that_wait() -> None:
+    times = measure_calls(ranks=8, steps=100)
+    assert statistics.median(one.there for one in times) < 0.02

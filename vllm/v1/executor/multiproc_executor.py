@@ -47,7 +47,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine.core_messages import WorkerCall
 from vllm.v1.executor.gloo_wiring import GlooWiring
 from vllm.v1.executor.nodes import Nodes
-from vllm.v1.executor.rank_clients import RankClient, RankDiedError, RankProcess
+from vllm.v1.executor.rank_clients import Caller, RankClient, RankDiedError, RanksHere
 from vllm.v1.executor.rank_messages import (
     RankAnswer,
     RankCall,
@@ -108,6 +108,8 @@ class MultiprocExecutor(UniProcExecutor):
         self._group, self._links = ALONE, NO_LINKS
         self._num_calls = self._num_groups = 0
         self._others: list[RankClient] = []
+        self._callers: list[Caller] = []
+        """The ways to all of them."""
         self._elsewhere: Nodes | RayRanks | None = None
         self._death, self._is_ending = threading.Lock(), False
         if (engines := get_engine_group()) is not None:
@@ -155,27 +157,32 @@ class MultiprocExecutor(UniProcExecutor):
         if parallel.nnodes > 1 or parallel.uses_ray:
             kind = RayRanks if parallel.uses_ray else Nodes
             self._elsewhere = kind(self._config)
-            self._others += self._elsewhere.make_ranks(self._context)
+            distant = self._elsewhere.make_ranks(self._context)
+            self._others += distant
+            self._callers += distant
             wiring, parallel = self._elsewhere.wiring, self._config.parallel_config
         else:
             wiring = Wiring.make(parallel)
-        here: list[RankProcess] = []
         try:
             self._connections = wiring.open(parallel)
-            for rank in parallel.ranks_here:
-                seconds = parallel.distributed_timeout_seconds
-                if rank != parallel.rank:
-                    here.append(RankProcess(self._context, rank, seconds, wiring.files))
+            if here := [rank for rank in parallel.ranks_here if rank != parallel.rank]:
+                self._start_here(here, wiring)
         finally:
             wiring.close()
-            self._others = sorted([*self._others, *here], key=lambda other: other.rank)
-        for process in here:
+        for other in self._others:
+            threading.Thread(target=self._watch, args=(other,), daemon=True).start()
+
+    def _start_here(self, ranks: list[int], wiring: Wiring | GlooWiring) -> None:
+        parallel = self._config.parallel_config
+        seconds = parallel.distributed_timeout_seconds
+        here = RanksHere(self._context, ranks, seconds, wiring.files)
+        self._callers.append(here)
+        self._others = sorted([*self._others, *here.processes], key=lambda other: other.rank)
+        for process, place in zip(here.processes, here.places, strict=True):
             config = copy.copy(self._config)
             config.parallel_config = replace(parallel, rank=process.rank)
             models, connectors = ModelRegistry.snapshot(), dict(REGISTERED)
-            process.send(RankSettings(config, wiring, models, connectors, log_format()))
-        for other in self._others:
-            threading.Thread(target=self._watch, args=(other,), daemon=True).start()
+            process.send(RankSettings(config, wiring, models, connectors, log_format(), place))
 
     def determine_available_memory(self) -> int:
         with self._together("determine_available_memory") as others:
@@ -319,8 +326,8 @@ class MultiprocExecutor(UniProcExecutor):
         message = pickle.dumps(RankCall(self._num_calls, method, packed, self._notes))
         self._notes = []
         try:
-            for other in self._others:
-                other.call(message)
+            for caller in self._callers:
+                caller.call(message)
         except RankDiedError as death:
             self.die(str(death))
             raise FailureError(Failure(FailureKind.ENGINE_DEAD, str(death))) from death
@@ -411,12 +418,12 @@ class MultiprocExecutor(UniProcExecutor):
 
     def _end_others(self) -> None:
         self._is_ending = True
-        for other in self._others:
-            other.dismiss()
+        for caller in self._callers:
+            caller.dismiss()
         grace_seconds = 0.0 if self.dead_because else END_SECONDS
         for other in self._others:
             other.end(grace_seconds)
         if self._elsewhere is not None:
             self._elsewhere.end(grace_seconds)
-        self._others = []
+        self._others, self._callers = [], []
         self._context.destroy(linger=0)

@@ -10,14 +10,14 @@ import zmq
 from vllm.v1.executor.gloo_wiring import GlooWiring, make_store
 from vllm.v1.executor.node_links import MeetingPlace, NodeLink, SocketPlace
 from vllm.v1.executor.node_meeting import NodeMeeting
-from vllm.v1.executor.rank_clients import RankClient
+from vllm.v1.executor.rank_clients import DistantRank
 from vllm.v1.executor.rank_terms import terms_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 
-class RemoteRank(RankClient):
+class RemoteRank(DistantRank):
     """A rank's process on another node, which that node's process has started."""
 
     def __init__(

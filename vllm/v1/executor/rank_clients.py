@@ -9,10 +9,11 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, Protocol
 
 import zmq
 
+from vllm.distributed.broadcast import BroadcastSender
 from vllm.utils.child_process import ChildProcess, ending_of, private_folder
 from vllm.v1.executor.rank_messages import RankAnswer, RankSettings
 from vllm.v1.outputs import KVConnectorOutput
@@ -55,14 +56,6 @@ class RankClient(ABC):
     def end(self, grace_seconds: float) -> None:
         """Give the process ``grace_seconds`` to end, then kill it."""
 
-    def call(self, message: bytes) -> None:
-        """Send a call. RankDiedError: the process does not take it."""
-        deadline = time.monotonic() + self._timeout_seconds
-        # A socket whose other end is gone, or never came, would wait for ever.
-        while not self._socket.poll(POLL_MILLISECONDS, zmq.POLLOUT):
-            self._check((self,), deadline)
-        self._socket.send(message)
-
     def answer(self, number: int, ranks: Sequence[RankClient]) -> RankAnswer:
         """Wait for the answer to a call. RankDiedError: it does not come, or one of ``ranks``, for
         which this one may wait, ended.
@@ -73,7 +66,7 @@ class RankClient(ABC):
                 answer: RankAnswer = pickle.loads(self._socket.recv())
                 self._answers[answer.number] = answer
             else:
-                self._check((self, *ranks), deadline)
+                self.check((self, *ranks), deadline)
         self._read.add(number)
         for old in [one for one in self._read if one <= number - KEPT_ANSWERS]:
             self._read.remove(old)
@@ -87,8 +80,9 @@ class RankClient(ABC):
         self._answers[number] = answer._replace(reports=())
         return answer.reports
 
-    def _check(self, ranks: Sequence[RankClient], deadline: float) -> None:
-        """RankDiedError: one of ``ranks`` ended, or the time is up."""
+    def check(self, ranks: Sequence[RankClient], deadline: float) -> None:
+        """Look while this rank is waited for. RankDiedError: one of ``ranks`` ended, or the time is
+        up."""
         if endings := [one.ending for one in ranks if one.ending is not None]:
             raise RankDiedError(endings[0])
         if time.monotonic() > deadline:
@@ -99,8 +93,30 @@ class RankClient(ABC):
                 "(distributed_timeout_seconds); its stacks are in the log"
             )
 
+
+class Caller(Protocol):
+    """A way to one or more ranks."""
+
+    def call(self, message: bytes) -> None:
+        """Send a call. RankDiedError: a process does not take it."""
+        ...
+
     def dismiss(self) -> None:
-        """Ask the process to end."""
+        """Ask the processes to end."""
+        ...
+
+
+class DistantRank(RankClient):
+    """A rank of another machine, or one that something else has started."""
+
+    def call(self, message: bytes) -> None:
+        deadline = time.monotonic() + self._timeout_seconds
+        # A socket whose other end is gone, or never came, would wait for ever.
+        while not self._socket.poll(POLL_MILLISECONDS, zmq.POLLOUT):
+            self.check((self,), deadline)
+        self._socket.send(message)
+
+    def dismiss(self) -> None:
         with suppress(zmq.ZMQError):
             self._socket.send(pickle.dumps(None), zmq.NOBLOCK)
 
@@ -113,7 +129,7 @@ class RankProcess(RankClient):
     ) -> None:
         folder = private_folder("vllm-rank-")
         socket = context.socket(zmq.PAIR)
-        socket.bind(f"ipc://{folder}/calls")
+        socket.bind(f"ipc://{folder}/answers")
         super().__init__(rank, socket, timeout_seconds)
         self._process = ChildProcess("vllm.v1.executor.rank_process", folder, files)
 
@@ -140,3 +156,46 @@ class RankProcess(RankClient):
 
     def end(self, grace_seconds: float) -> None:
         self._process.end(grace_seconds)
+
+
+class RanksHere:
+    """The processes of the other ranks of this machine, which hear calls in memory that they share
+    with this process."""
+
+    def __init__(
+        self,
+        context: zmq.Context[Any],
+        ranks: Sequence[int],
+        timeout_seconds: float,
+        files: Sequence[int],
+    ) -> None:
+        """Start the processes. ValueError: there is not enough memory."""
+        self.processes: list[RankProcess] = []
+        self._timeout_seconds = timeout_seconds
+        self._sender = BroadcastSender(len(ranks))
+        self.places = self._sender.places
+        files = [*files, *{place.file_descriptor for place in self.places}]
+        try:
+            for rank in ranks:
+                self.processes.append(RankProcess(context, rank, timeout_seconds, files))
+        except BaseException:
+            for process in self.processes:
+                process.end(0.0)
+            raise
+        finally:
+            self._sender.close_file()
+
+    def call(self, message: bytes) -> None:
+        deadline = time.monotonic() + self._timeout_seconds
+
+        def look(reader: int) -> None:
+            self.processes[reader].check(self.processes, deadline)
+
+        self._sender.send(message, look)
+
+    def dismiss(self) -> None:
+        def give_up(reader: int) -> None:
+            raise RankDiedError(f"rank {self.processes[reader].rank} takes no calls")
+
+        with suppress(RankDiedError):
+            self._sender.send(pickle.dumps(None), give_up)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from vllm.config import VllmConfig
 from vllm.config.connectors import Location
+from vllm.distributed.broadcast import BroadcastPlace
 from vllm.distributed.communicators import GroupClosedError
 from vllm.exceptions import Failure, FailureError, FailureKind, kind_of
 from vllm.logger import LogFormat
@@ -29,8 +30,9 @@ class RankSettings:
     connectors: dict[str, Location]
     """Connectors that are known by name there."""
     log_format: LogFormat
-    calls: SocketPlace | None = None
-    """None: a socket in the process's folder."""
+    calls: SocketPlace | BroadcastPlace
+    """Where the process hears calls. It answers there as well if that is a socket, else through a
+    socket in its folder."""
 
 
 class RankNote(NamedTuple):

@@ -11,11 +11,13 @@ import faulthandler
 import pickle
 import signal
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import zmq
 
 from vllm.config.connectors import REGISTERED
+from vllm.distributed.broadcast import BroadcastPlace, BroadcastReceiver
 from vllm.distributed.communicators import GroupClosedError
 from vllm.distributed.parallel_state import ALONE, use_groups, use_groups_everywhere
 from vllm.distributed.pipeline_links import NO_LINKS
@@ -175,12 +177,14 @@ def main() -> int:
     settle_garbage_collector()
     context: zmq.Context[Any] = zmq.Context()
     with context.socket(zmq.PAIR) as socket:
-        if settings.calls is None:
-            socket.connect(f"ipc://{folder}/calls")
+        receive: Callable[[], bytes] = socket.recv
+        if isinstance(settings.calls, BroadcastPlace):
+            socket.connect(f"ipc://{folder}/answers")
+            receive = BroadcastReceiver(settings.calls).receive
         else:
             settings.calls.connect(socket)
         while True:
-            call: RankCall | None = pickle.loads(socket.recv())
+            call: RankCall | None = pickle.loads(receive())
             if call is None:
                 return 0
             socket.send(_encoded(rank.answer(call)))

@@ -24,7 +24,7 @@ from vllm.utils.ray_cluster import connect, current_group, find_room, in_bundle,
 from vllm.v1.executor.gloo_wiring import GlooWiring, make_store
 from vllm.v1.executor.node_links import SocketPlace, private_address
 from vllm.v1.executor.rank_actor import RankActor
-from vllm.v1.executor.rank_clients import RankClient
+from vllm.v1.executor.rank_clients import DistantRank
 from vllm.v1.executor.rank_messages import RankSettings
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ CONCURRENT_CALLS = 3
 """One that waits for the end of the process, and others meanwhile."""
 
 
-class RayRank(RankClient):
+class RayRank(DistantRank):
     """A rank's process in a Ray actor."""
 
     def __init__(

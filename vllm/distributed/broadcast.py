@@ -1,0 +1,149 @@
+"""Messages from one process to several others of its machine, in memory that they share.
+
+The memory is a ring of bytes. Its cells count the bytes that were written in all, and those that
+each reader has taken. A message is longer than the ring if need be: it is written while it is read.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from vllm.ops.ranks import tell_processes, wait_for_change
+from vllm.utils.math_utils import cdiv
+
+RING_BYTES = 2**20
+_CELL_BYTES = 64
+_LENGTH_BYTES = 8
+_LOOK_MICROSECONDS = 200_000
+"""Time between two looks whether the readers still run."""
+
+
+class BroadcastPlace(NamedTuple):
+    """One reader's end."""
+
+    file_descriptor: int
+    """Of the memory; the reader's process inherits it."""
+    num_readers: int
+    reader: int
+
+
+class _Ring:
+    def __init__(self, file_descriptor: int, num_readers: int) -> None:
+        """ValueError: there is not enough memory."""
+        num_bytes = _ring_bytes(num_readers)
+        try:
+            self._map = mmap.mmap(file_descriptor, num_bytes)
+        except OSError as error:
+            raise ValueError(
+                f"{num_bytes} bytes of memory for {num_readers + 1} ranks cannot be had "
+                f"({error.strerror}); lower tensor_parallel_size, or data_parallel_size"
+            ) from error
+        start = num_bytes - RING_BYTES
+        cells = torch.frombuffer(self._map, dtype=torch.int64, count=start // 8).view(-1, 8)
+        self.cells = cells[: num_readers + 1]
+        """[1 + readers, 8]: the writer's number of bytes, then those of the readers."""
+        self.data = memoryview(self._map)[start:]
+        self._result = torch.zeros(1, dtype=torch.int64)
+
+    def tell(self, row: int, num_bytes: int) -> None:
+        tell_processes(self.cells, row, num_bytes, self._result)
+
+    def wait(self, row: int, seen: int) -> int:
+        """Wait a moment for another number than ``seen``; returns the number."""
+        wait_for_change(self.cells, row, seen, _LOOK_MICROSECONDS, self._result)
+        return int(self._result)
+
+
+class BroadcastSender:
+    """The writer's end."""
+
+    def __init__(self, num_readers: int) -> None:
+        """ValueError: there is not enough memory."""
+        self._file = os.memfd_create("vllm-calls", 0)
+        os.truncate(self._file, _ring_bytes(num_readers))
+        self._num_readers = num_readers
+        self._ring = _Ring(self._file, num_readers)
+        self._written = 0
+        self._read = 0
+        """Bytes that all readers have taken, as far as is known."""
+
+    @property
+    def places(self) -> list[BroadcastPlace]:
+        """The readers' ends, until :meth:`close_file`."""
+        return [BroadcastPlace(self._file, self._num_readers, n) for n in range(self._num_readers)]
+
+    def close_file(self) -> None:
+        """Close this process's descriptor; the memory stays while it is in use."""
+        os.close(self._file)
+
+    def send(self, message: bytes, look: Callable[[int], None]) -> None:
+        """Hand a message to all readers.
+
+        look: called now and then with the number of a reader that has yet to make room. What it
+        raises ends the call; nothing can be sent after that.
+        """
+        rest = memoryview(len(message).to_bytes(_LENGTH_BYTES, "little") + message)
+        while rest:
+            if self._written - self._read + len(rest) > RING_BYTES:
+                self._wait_for_room(look)
+            start = self._written % RING_BYTES
+            room = min(RING_BYTES - (self._written - self._read), RING_BYTES - start)
+            part, rest = rest[:room], rest[room:]
+            self._ring.data[start : start + len(part)] = part
+            self._written += len(part)
+            self._ring.tell(0, self._written)
+
+    def _wait_for_room(self, look: Callable[[int], None]) -> None:
+        while True:
+            of_readers = self._ring.cells[1:, 0]
+            slowest = int(of_readers.argmin())
+            self._read = int(of_readers[slowest])
+            if self._written - self._read < RING_BYTES:
+                return
+            if self._ring.wait(1 + slowest, self._read) == self._read:
+                look(slowest)
+
+
+class BroadcastReceiver:
+    """A reader's end."""
+
+    def __init__(self, place: BroadcastPlace) -> None:
+        """ValueError: there is not enough memory."""
+        self._ring = _Ring(place.file_descriptor, place.num_readers)
+        self._row = 1 + place.reader
+        self._written = self._read = self._told = 0
+
+    def receive(self) -> bytes:
+        """Wait for the next message."""
+        message = self._take(int.from_bytes(self._take(_LENGTH_BYTES), "little"))
+        self._tell()
+        return message
+
+    def _take(self, num_bytes: int) -> bytes:
+        taken = bytearray()
+        while len(taken) < num_bytes:
+            if self._written == self._read:
+                self._tell()
+                while self._written == self._read:
+                    self._written = self._ring.wait(0, self._read)
+            start = self._read % RING_BYTES
+            there = min(num_bytes - len(taken), self._written - self._read, RING_BYTES - start)
+            taken += self._ring.data[start : start + there]
+            self._read += there
+        return bytes(taken)
+
+    def _tell(self) -> None:
+        if self._told != self._read:
+            self._told = self._read
+            self._ring.tell(self._row, self._read)
+
+
+def _ring_bytes(num_readers: int) -> int:
+    """The ring, after whole pages for the cells."""
+    cells = (1 + num_readers) * _CELL_BYTES
+    return cdiv(cells, mmap.PAGESIZE) * mmap.PAGESIZE + RING_BYTES
