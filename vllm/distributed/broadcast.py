@@ -27,7 +27,7 @@ class BroadcastPlace(NamedTuple):
     """One reader's end."""
 
     file_descriptor: int
-    """Of the memory; the reader's process inherits it."""
+    """The memory, which the reader's process inherits."""
     num_readers: int
     reader: int
 

@@ -31,8 +31,8 @@ class RankSettings:
     """Connectors that are known by name there."""
     log_format: LogFormat
     calls: SocketPlace | BroadcastPlace
-    """Where the process hears calls. It answers there as well if that is a socket, else through a
-    socket in its folder."""
+    """The place where the process hears calls. Answers go the same way if it is a socket, else
+    through a socket in the process's folder."""
 
 
 class RankNote(NamedTuple):
