@@ -16,14 +16,19 @@ from kernel_calls import (
     plain_kernels,
 )
 
-ISAS = [pytest.param(isa, marks=pytest.mark.isa(isa)) for isa in ISA_NAMES]
+from tests.emulated_tiles import NAME, emulated_tiles
+
+ISAS = [
+    *[pytest.param(isa, marks=pytest.mark.isa(isa)) for isa in ISA_NAMES],
+    pytest.param(NAME, marks=[pytest.mark.isa("avx512_bf16"), pytest.mark.exhaustive]),
+]
 
 
 @functools.cache
 def _native(isa: str) -> Kernels | str:
     """The native kernels with one instruction set, or why there are none."""
     try:
-        return native_kernels(isa)
+        return Kernels(emulated_tiles()) if isa == NAME else native_kernels(isa)
     except (NativeKernelsUnavailable, ValueError) as error:
         return str(error)
 

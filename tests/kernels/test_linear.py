@@ -105,6 +105,39 @@ def test_the_order_of_sums_is_the_documented_one(
     assert torch.equal(native.linear(x, make_panels(weight), columns=70), expected)
 
 
+def _sums_by_tiles(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Add in the order that tiles.h documents, cell by cell; subnormal numbers count as zeros."""
+
+    def normal(values: torch.Tensor) -> torch.Tensor:
+        return values.where(values.abs() >= torch.finfo(torch.float32).tiny, 0.0)
+
+    total = torch.zeros(len(weight))
+    for start in range(0, len(x), 32):
+        chains = torch.zeros(2, len(weight))  # of the first terms of cells, and of the second ones
+        for i in range(start, min(start + 32, len(x))):
+            product = normal(x[i].float()).double() * normal(weight[:, i].float()).double()
+            chains[i % 2] = normal((chains[i % 2].double() + product).float())
+        total = normal(total + normal(chains[0] + chains[1]))
+    return total
+
+
+@pytest.mark.parametrize("terms", [70, 1024, 2100])
+@pytest.mark.parametrize("rows", [2, 17])
+def test_the_order_of_sums_by_tiles_is_the_documented_one(
+    native: Kernels, terms: int, rows: int
+) -> None:
+    """Halves of the terms cancel out, so that what is left is what the sums rounded."""
+    if native.isa != "amx_bf16":
+        pytest.skip("no tiles")
+    weight, x = torch.randn(70, terms // 2), torch.randn(rows, terms // 2)
+    weight, x = torch.cat([weight, weight], 1).bfloat16(), torch.cat([x, -x], 1).bfloat16()
+    x[0] *= 2.0**-126  # products and sums are subnormal
+    weight[0], x[:, 5] = 2.0**-130, 2.0**10
+    expected = torch.stack([_sums_by_tiles(row, weight) for row in x]).bfloat16()
+    assert expected[1:].count_nonzero() > 60 * (rows - 1)
+    assert torch.equal(native.linear(x, make_panels(weight), columns=70), expected)
+
+
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
 def test_a_row_that_is_not_finite_stays_alone(
     kernels: Kernels, bad: float, dtype: torch.dtype
