@@ -73,6 +73,36 @@ def test_rope_scaling_biases_and_tied_embeddings(rope: dict[str, Any], tmp_path:
     check_rows(folder, tmp_path / "storage", max_model_len=128)
 
 
+@pytest.mark.parametrize("kind", ["longrope", "yarn"])
+def test_the_unscaled_length_may_stand_beside_the_scaling(kind: str, tmp_path: Path) -> None:
+    """As Phi-3 has it, for a class whose config has no such field."""
+    folder = make_checkpoint(tmp_path / "model", "llama")
+    factors = {"short_factor": [1.0, 1.5] * 4, "long_factor": [2.0, 5.0] * 4}
+    scaling = {"rope_type": kind} | ({"factor": 4.0} if kind == "yarn" else factors)
+    edit_config(
+        folder,
+        rope_parameters=None,
+        rope_scaling=scaling,
+        rope_theta=10000.0,
+        original_max_position_embeddings=24,
+        max_position_embeddings=96,
+    )
+    check_rows(folder, tmp_path / "storage", max_model_len=96)
+
+
+def test_an_index_of_an_earlier_time_is_not_used(tmp_path: Path) -> None:
+    """A model that was saved in one file into the folder of its shards."""
+    folder = make_checkpoint(tmp_path / "model", "llama", max_shard_size="150KB")
+    shards = sorted(folder.glob("*.safetensors"))
+    weights = {name: tensor for shard in shards for name, tensor in load_file(shard).items()}
+    changed = {name: tensor * 1.25 for name, tensor in weights.items()}
+    save_file(changed, folder / "model.safetensors", metadata={"format": "pt"})
+    check_rows(folder, tmp_path / "storage")
+    for shard in shards:
+        shard.unlink()
+    check_rows(folder, tmp_path / "storage")
+
+
 def test_vision_and_mtp_weights_are_skipped_and_that_is_said(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -163,9 +193,10 @@ DAMAGES: dict[str, tuple[Change, str]] = {
         r"config\.json: max_position_embeddings=-5 has to be a whole number above 0",
     ),
     "weights elsewhere": (
-        overwrite(
-            "model.safetensors.index.json",
-            b'{"weight_map": {"a": "../../other/model.safetensors"}}',
+        lambda folder: (
+            (folder / "model.safetensors")
+            .rename(folder / "model.safetensors.index.json")
+            .write_bytes(b'{"weight_map": {"a": "../../other/model.safetensors"}}')
         ),
         r"names a file outside of the checkpoint's folder, '\.\./\.\./other",
     ),

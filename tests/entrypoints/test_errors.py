@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import threading
@@ -245,6 +246,20 @@ def test_other_content_types_are_refused(http: httpx.Client, content_type: str) 
     assert (response.status_code, error["type"], error["param"]) == (400, FORM, None)
     headers = {"content-type": "application/json; charset=utf-8"}
     assert http.post(COMPLETIONS, content=content, headers=headers).status_code == 200
+
+
+def test_bodies_that_are_not_read_as_sent(http: httpx.Client) -> None:
+    """Java's client asks for HTTP/2 unless told otherwise; the parser then drops the body."""
+    upgrade = {"connection": "upgrade, http2-settings", "upgrade": "h2c", "http2-settings": "AAM"}
+    for headers, what in (
+        (upgrade, "Upgrade: 'h2c': has to be left out of a request with a body"),
+        ({"content-encoding": "gzip"}, "Content-Encoding is 'gzip': send the body as it is"),
+    ):
+        response = http.post(COMPLETIONS, json=OK, headers=headers)
+        assert response.status_code == 400
+        assert re.search(what, response.json()["error"]["message"])
+    assert http.post(COMPLETIONS, json=OK, headers={"content-encoding": "identity"}).is_success
+    assert http.get("/v1/models", headers=upgrade).is_success
 
 
 @pytest.mark.parametrize(

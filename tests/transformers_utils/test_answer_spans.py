@@ -278,6 +278,40 @@ def test_the_last_of_marked_answers() -> None:
         answers(barred, chat("a", "b", "c", "d"), rule=LAST_ONLY)
 
 
+def test_the_last_answer_of_several_marks() -> None:
+    """All its marks count, whatever is between them, and none of the answer before."""
+    marked = MARKED.replace("BARRED", "true").replace(
+        "</a>", "{% endgeneration %}{% generation %}</a>"
+    )
+    answer = {"role": "assistant", "content": "c"}
+    for messages, wanted in (
+        (chat("a", "b\n", "c"), ["b\n", "</a>"]),
+        ([*chat("a", "b"), answer], ["c", "</a>"]),
+        ([*chat("a", "b", "<think>"), answer], ["c", "</a>"]),
+    ):
+        assert answers(marked, messages, rule=LAST_ONLY) == wanted
+
+
+def test_a_text_of_tags_alone_has_a_place() -> None:
+    for text in ("<think>", "</think>\n", "</assistant>\n"):
+        for template, messages in (
+            (TURNS + ASKS, chat(text, "b")),
+            (TURNS.replace("m.content", "m.content | trim") + ASKS, chat("a", "b" + text)),
+        ):
+            wanted = messages[1]["content"].rstrip() + "</assistant>"
+            assert answers(template, messages) == [wanted]
+
+
+def test_a_header_that_counts_messages_is_not_cut() -> None:
+    template = (
+        "{% for m in messages %}<{{ m.role }} of={{ messages | length }}>{{ m.content }}"
+        "</{{ m.role }}>{% endfor %}{% if add_generation_prompt %}"
+        "<assistant of={{ messages | length }}>{% endif %}"
+    )
+    with pytest.raises(ValueError, match="answer in message 1 lies cannot be told"):
+        answers(template, chat("a", "b"))
+
+
 def test_headers_in_marks_may_be_left_out() -> None:
     """Also those of answers in a row, whose ends stay."""
     template = (

@@ -60,7 +60,8 @@ def chat_answers(
             "messages; mark answers in it with {% generation %}, or give a mask column"
         )
     finder = _AnswerFinder(rendering, located)
-    spans = finder.of_last(spans) if rule.last_only and rendering.has_marks else spans
+    if rule.last_only and rendering.has_marks:
+        spans = finder.of_last(spans, _earlier_marks(rendering, checked, text))
     if not rendering.has_marks:
         spans = tuple(finder.find(rule.last_only))
     if not rule.with_boilerplate:
@@ -82,6 +83,16 @@ def render_masked(
     token_ids, offsets = encode_with_offsets(tokenizer, text)
     mask = mask_tokens(offsets, spans, rule.with_before)
     return {"prompt_token_ids": token_ids, "prompt": text}, mask
+
+
+def _earlier_marks(rendering: Rendering, messages: list[ChatMessage], text: str) -> frozenset[Span]:
+    """Return the marked spans of ``text`` that are there without the last answer, too."""
+    last = max((i for i, one in enumerate(messages) if one["role"] == "assistant"), default=0)
+    try:
+        earlier, spans = rendering.render(messages[:last], marks=True)
+    except ValueError:
+        return frozenset()
+    return frozenset(span for span in spans if text.startswith(earlier[: span[1]]))
 
 
 _Cut = tuple[int, int]
@@ -115,19 +126,20 @@ class _AnswerFinder:
             if is_wanted:
                 yield self._place(start), self._place(before)
 
-    def of_last(self, spans: Sequence[Span]) -> tuple[Span, ...]:
+    def of_last(self, spans: Sequence[Span], earlier: frozenset[Span]) -> tuple[Span, ...]:
         """Return those of the marked ``spans`` that belong to the last answer.
 
-        ValueError: none of them belongs to it alone.
+        earlier: spans that do not. ValueError: no span belongs to it alone.
         """
         if not self._answers:
             return ()
         last = self._answers[-1]
         places = list(zip(self._ends[1:], self._outline.numbers, strict=True))
         before = max((end for end, n in places if self._pieces[n].message < last), default=0)
-        after = self._first(self._outline, last + 1)
-        end = self._place((after, 0)) if after is not None else None
-        own = tuple(one for one in spans if one[0] >= before and (end is None or one[0] <= end))
+        after = (i for i, n in enumerate(self._outline.numbers) if self._pieces[n].message > last)
+        behind = next(after, len(self._outline.numbers))
+        end = self._ends[behind] + len(self._outline.literals[behind])
+        own = tuple(one for one in spans if before <= one[0] < end and one not in earlier)
         if not own:
             raise ValueError(
                 f"message {last}: the chat template does not mark this answer by itself, so "

@@ -135,10 +135,9 @@ class _Marking:
             ]
         elif "content" in message or "tool_calls" not in message:
             marked["content"] = self._mark_text(content, position, "text", 0, is_answer)
-            if "tool_calls" not in message and (
-                not content.strip() or (is_answer and not self._ends_in(content))
-            ):
-                marked["content"] += self._marker("", position, "text", 0)
+            if "tool_calls" not in message and not self._ends_in(content, is_answer):
+                text, end = marked["content"].rstrip(), self._marker("", position, "text", 0)
+                marked["content"] = text + end + marked["content"][len(text) :]
         if "tool_calls" in message:
             calls = enumerate(message["tool_calls"])
             marked["tool_calls"] = [self._mark_call(call, position, i) for i, call in calls]
@@ -178,9 +177,11 @@ class _Marking:
         is_told = any(map(str.strip, [*parts[::2], text[end:]])) or _KEPT_TAGS.intersection(parts)
         return [*parts, text[end:]] if is_told else [text]
 
-    def _ends_in(self, text: str) -> bool:
-        """Return whether there is something behind the last tag that stays."""
-        return bool(self._split(text)[-1].strip())
+    def _ends_in(self, text: str, is_answer: bool) -> bool:
+        """Return whether a marker stands for the end of a text, or in others than answers for any
+        part of it."""
+        texts = self._split(text)[::2]
+        return bool("".join(texts[-1:] if is_answer else texts).strip())
 
     def _marker(self, text: str, position: int, kind: PieceKind, index: int) -> str:
         self.pieces.append(Piece(position, kind, index, text))

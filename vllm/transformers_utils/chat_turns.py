@@ -13,7 +13,7 @@ _OPEN_REASONING = re.compile(
         rf"{re.escape(opens)}\s*(?:{re.escape(closes)}\s*)?\Z" for opens, closes in REASONING_TAGS
     )
 )
-_START_OF_TAG = re.compile(r"[<\[][^<>\[\]\s]*\Z")
+_START_OF_TAG = re.compile(r"[<\[][^<>\[\]\n]{0,80}\Z")
 _END_OF_TAG = re.compile(r"\A[^<>\[\]\s]*[>\]]")
 _ROLES = {"s": "system", "u": "user", "a": "assistant"}
 

@@ -88,7 +88,17 @@ def load_hf_config(
         else:
             reason = f"{error}{_entries_looked_at(content, error)}"
         raise ValueError(f"model={model!r}: its config.json cannot be loaded: {reason}") from error
-    return apply_hf_overrides(config, hf_overrides) if hf_overrides else config
+    config = apply_hf_overrides(config, hf_overrides) if hf_overrides else config
+    for one in (config, config.get_text_config(decoder=True)):
+        _complete_rope_parameters(one)
+    return config
+
+
+def _complete_rope_parameters(config: PretrainedConfig) -> None:
+    """Put what a class has no field for into ``rope_parameters``, as transformers' models do."""
+    rope = getattr(config, "rope_parameters", None)
+    if rope and getattr(config, "original_max_position_embeddings", None) is not None:
+        config.standardize_rope_params()
 
 
 def _explain_unknown_entry(content: Mapping[str, Any], error: KeyError) -> str:

@@ -111,8 +111,11 @@ class Completion(Generation[CompletionRequest]):
         length = len(text) if logprobs is None else sum(map(len, logprobs.tokens))
         self._text_lengths[index] = offset + length
         shows_ids = self.body.return_token_ids and is_first
+        shared = self.in_every_choice(news)
+        if self.body.return_token_ids and not self._shows_output:
+            shared["token_ids"] = []
         return {
-            **self.in_every_choice(news),
+            **shared,
             "text": text,
             "logprobs": logprobs,
             "prompt_token_ids": output.prompt_token_ids if shows_ids else None,

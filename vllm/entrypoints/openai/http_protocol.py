@@ -96,11 +96,15 @@ class PromptHeadProtocol(HttpToolsProtocol):
             f"The {what} of the request is longer than {self.max_head_bytes} bytes, the most this "
             "server takes (--max-head-bytes)"
         )
-        self._last_words = refusal(ApiError(status, message))
+        self._refuse(ApiError(status, message))
+
+    def _refuse(self, error: ApiError) -> None:
+        """End the connection with this error, behind the reply to the previous request."""
+        self._last_words = refusal(error)
         if self.cycle is None or self.cycle.response_complete:
             self._say_last_words()
         elif self._reads_head:
-            self.flow.pause_reading()  # the reply to the previous request comes first
+            self.flow.pause_reading()
         elif not self.cycle.response_started:
             self._say_last_words()
         else:
@@ -150,7 +154,20 @@ class PromptHeadProtocol(HttpToolsProtocol):
         self._stop_head_timer()
         self._reads_head, self._is_in_head, self._head_bytes = False, False, 0
         self._strangers.pop(self, None)
-        super().on_headers_complete()
+        if self.parser.should_upgrade() and self._has_body():
+            upgrade = (self._get_upgrade() or b"").decode("latin-1")
+            message = (
+                f"Upgrade: {upgrade!r}: has to be left out of a request with a body (HTTP/1.1)"
+            )
+            self._reads_head = True  # nothing of this request has a reply yet
+            self._refuse(ApiError(400, message))
+        else:
+            super().on_headers_complete()
+
+    def _has_body(self) -> bool:
+        """Return whether the head says so. Behind an upgrade, the parser reads no body."""
+        lengths = (b"content-length", b"transfer-encoding")
+        return any(name in lengths and value != b"0" for name, value in self.headers)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_head_timer()

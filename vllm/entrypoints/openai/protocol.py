@@ -285,7 +285,14 @@ class Body(Described):
         """Read a request's body; raises ApiError ("Bad Request") if it does not have this form."""
         content, content_type = await request.body(), request.headers.get("content-type", "")
         if not content:
-            raise bad_form(("body", "Field required"))
+            upgrade = request.headers.get("upgrade")
+            lost = (
+                f"not read, because the request asks to upgrade to {upgrade!r}: send plain HTTP/1.1"
+            )
+            raise bad_form(("body", lost if upgrade else "Field required"))
+        encoding = request.headers.get("content-encoding", "identity")
+        if encoding.strip().lower() != "identity":
+            raise bad_form((None, f"Content-Encoding is {encoding!r}: send the body as it is"))
         media_type = content_type.partition(";")[0].strip().lower()
         if media_type != "application/json" and not media_type.endswith("+json"):
             raise bad_form((None, f"Content-Type is {content_type!r}: has to be application/json"))

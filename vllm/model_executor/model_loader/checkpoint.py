@@ -11,11 +11,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from vllm.logger import init_logger
 from vllm.utils.text import parse_json
 from vllm.utils.weight_files import check_not_adapter, read_torch_file, torch_files
 
 if TYPE_CHECKING:
     from vllm.config import LoadConfig, ModelConfig
+
+logger = init_logger(__name__)
 
 INDEX_FILES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 SINGLE_FILE = "model.safetensors"
@@ -110,12 +113,18 @@ def find_weight_files(folder: Path, load_format: str = "auto") -> list[Path]:
 
 
 def _safetensors_files(folder: Path) -> list[Path]:
-    """The files of the index, or the single file, or all that there are."""
-    index = folder / INDEX_FILES[0]
-    if index.is_file():
+    """The single file, or the files of the index, or all that there are.
+
+    An index that does not name the single file is from an earlier time, as for transformers.
+    """
+    index, single = folder / INDEX_FILES[0], folder / SINGLE_FILE
+    has_index, has_single = index.is_file(), single.is_file()
+    if has_index and has_single and SINGLE_FILE not in _weight_map(index).values():
+        logger.warning("%s is not used: it does not name %s, which is there", index, SINGLE_FILE)
+        has_index = False
+    if has_index:
         return _files_of_index(index)
-    single = folder / SINGLE_FILE
-    if single.is_file():
+    if has_single:
         return [single]
     found = (path for path in folder.glob("*.safetensors") if path.is_file())
     return sorted(path for path in found if not path.name.startswith(_OTHER_FILES))
