@@ -46,6 +46,9 @@ def without_garbage_collection() -> Iterator[None]:
         try:
             yield
         finally:
-            if is_enabled and gc.get_freeze_count() == 0:  # else objects are frozen on purpose
+            # Frozen objects are frozen on purpose. Counting them takes longer than reading a config
+            # whose modules are there.
+            is_much = gc.get_count()[0] > _THRESHOLDS[0]
+            if is_enabled and is_much and gc.get_freeze_count() == 0:
                 gc.freeze()
                 gc.unfreeze()  # into the oldest generation
