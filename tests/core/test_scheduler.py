@@ -182,6 +182,8 @@ class Engine:
             if not self.scheduler.has_unfinished_requests() and not self.under_way:
                 break
             self.step()
+        else:
+            raise AssertionError("there is work without an end")
         pool = self.scheduler.kv_cache_manager.pool
         assert pool.num_free_blocks == self.plan.num_blocks - 1, "leaked blocks"
 
@@ -601,6 +603,9 @@ class BrokenConnector(Mock):
         self.steps += 1
         if self.steps == 2:
             raise RuntimeError("no plan")
+
+    def has_pending_push_work(self) -> bool:
+        return False
 
 
 def test_a_connector_that_raises_ends_the_requests_of_its_step() -> None:
