@@ -13,8 +13,8 @@ import pytest
 import vllm
 from tests.models.checkpoints import make_checkpoint
 from vllm import envs
-from vllm.transformers_utils.lazy_modules import imported_later
 from vllm.utils.build_info import version_line
+from vllm.utils.lazy_modules import imported_later
 from vllm.version import __version__
 
 MOST_MODULES = 20
@@ -154,7 +154,7 @@ def test_what_a_config_does_not_import_is_there_when_it_is_used(tmp_path: Path) 
 
 def test_functions_are_marked_for_the_compiler_when_they_are_called() -> None:
     code = (
-        "import torch\nfrom vllm.transformers_utils.lazy_modules import without_compiler\n"
+        "import torch\nfrom vllm.utils.lazy_modules import without_compiler\n"
         "real = torch.compiler.disable\n"
         "with without_compiler():\n"
         "    @torch.compiler.disable\n    def once(x: int) -> int: return x + 1\n"

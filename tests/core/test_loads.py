@@ -10,6 +10,7 @@ import pytest
 
 from tests.core.loading_connector import LoadingConnector
 from tests.core.test_scheduler import KINDS, Engine, expected, random_prompts
+from tests.grids import at_night
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.exceptions import FailureKind
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -69,7 +70,7 @@ class LoadingEngine(Engine):
 
 @pytest.mark.parametrize("hidden", ["none", "leaving"])
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, 1, at_night(2), at_night(3)])
 def test_random_loads_in_a_small_pool(kind: str, hidden: str, seed: int) -> None:
     """Loads at once and in the background, some broken, between prefix hits and preemptions."""
     rng = random.Random(seed)

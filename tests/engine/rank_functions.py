@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -249,3 +250,7 @@ def hide_files_from(worker: Any, process: int, folder: str) -> None:
 
     if os.getpid() == process:
         weight_updates.find_weight_files = find_others
+
+
+def modules(worker: Any) -> set[str]:
+    return set(sys.modules)

@@ -171,6 +171,13 @@ def test_ranks_share_the_weights_and_the_pool(pair: LLM, alone: LLM) -> None:
     assert plans[0].block_bytes * 2 == plans[1].block_bytes
 
 
+def test_a_rank_imports_no_compiler(pair: LLM) -> None:
+    """The config that it is sent would import them: a second and 138 MiB at every start."""
+    _, modules = pair.collective_rpc(rank_functions.modules)
+    assert "vllm.model_executor.models.llama" in modules
+    assert not {"torch._dynamo", "torch.distributed.tensor", "sympy", "triton"} & modules
+
+
 def test_chunks_and_a_tiny_pool_change_no_bit(pair: LLM, checkpoint: Checkpoint) -> None:
     blocks = {"num_gpu_blocks_override": 13, "max_num_batched_tokens": 16}
     with engine(checkpoint("llama"), tensor_parallel_size=2, **OPTIONS, **blocks) as llm:

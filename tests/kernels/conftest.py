@@ -24,6 +24,18 @@ ISAS = [
 ]
 
 
+@pytest.hookimpl(tryfirst=True)  # before the choice by -m
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave to the night what the library for whole numbers has in common with that for AVX-512.
+
+    They are linked of the same objects, except for the one of this operation (CMakeLists.txt).
+    """
+    for item in items:
+        is_for_whole_numbers = any(m.args == ("avx512_vnni",) for m in item.iter_markers("isa"))
+        if is_for_whole_numbers and "packed_linear" not in item.nodeid:
+            item.add_marker(pytest.mark.exhaustive)
+
+
 @functools.cache
 def _native(isa: str) -> Kernels | str:
     """The native kernels with one instruction set, or why there are none."""

@@ -26,12 +26,15 @@ def _is_young(made: _Made) -> bool:
     return any(each is made for each in gc.get_objects(generation=0))
 
 
+MANY = 60_000
+
+
 def test_what_is_made_is_not_looked_at_first_thing() -> None:
     gc.unfreeze()
     gc.enable()
     with without_garbage_collection():
         assert not gc.isenabled()
-        made = _Made()
+        made, *_ = [_Made() for _ in range(MANY)]
         assert _is_young(made)
     assert gc.isenabled() and not _is_young(made) and gc.get_freeze_count() == 0
     assert any(each is made for each in gc.get_objects(generation=2))
@@ -42,8 +45,17 @@ def test_what_somebody_froze_stays_frozen() -> None:
     gc.freeze()
     count = gc.get_freeze_count()
     with without_garbage_collection():
-        pass
+        made = [_Made() for _ in range(MANY)]
     assert gc.isenabled() and gc.get_freeze_count() > count // 2
+    del made
+
+
+def test_frozen_objects_are_not_counted_for_a_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    gc.enable()
+    monkeypatch.delattr(gc, "get_freeze_count")
+    with without_garbage_collection():
+        pass
+    assert gc.isenabled()
 
 
 def test_a_collector_that_is_off_stays_off() -> None:

@@ -16,8 +16,7 @@ from safetensors import SafetensorError, safe_open
 
 from vllm.logger import init_logger
 from vllm.transformers_utils.config_entries import check_entries
-from vllm.transformers_utils.lazy_modules import imported_later, without_compiler
-from vllm.utils.gc_utils import without_garbage_collection
+from vllm.utils.lazy_modules import only_what_configs_need
 from vllm.utils.text import parse_json
 from vllm.utils.weight_files import check_not_adapter, not_a_model, read_torch_file, torch_files
 
@@ -39,9 +38,7 @@ _ROPE_NAMES = ("rope_parameters", "rope_scaling", *_IN_ROPE_PARAMETERS)
 """Entries of config.json that transformers reads into ``rope_parameters``."""
 
 
-@without_garbage_collection()
-@without_compiler()
-@imported_later("transformers.distributed")
+@only_what_configs_need()
 def load_hf_config(
     model: str,
     *,

@@ -7,6 +7,7 @@ the pipe closes, the parent has ended in some way, and the child ends (:func:`re
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import pickle
 import shutil
@@ -17,6 +18,8 @@ import threading
 import weakref
 from collections.abc import Collection, Mapping
 from typing import Any
+
+from vllm.utils.gc_utils import without_garbage_collection
 
 
 def private_folder(prefix: str) -> str:
@@ -31,7 +34,7 @@ def private_folder(prefix: str) -> str:
 
 
 class ChildProcess:
-    """A module that runs as ``python -m MODULE FOLDER``. The folder is removed at its end.
+    """A process that runs ``main(folder)`` of a module. The folder is removed at its end.
 
     It inherits these file descriptors, with their numbers. environment: None: this process's.
     """
@@ -44,7 +47,7 @@ class ChildProcess:
         environment: Mapping[str, str] | None = None,
     ) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", module, folder],
+            [sys.executable, "-m", "vllm.utils.child_process", module, folder],
             stdin=subprocess.PIPE,
             pass_fds=file_descriptors,
             env=environment,
@@ -102,8 +105,11 @@ def receive_settings(folder: str) -> Any:
     """Wait for the object that the parent sends; from then on, end this process when the parent is
     gone, even after SIGKILL: standard input closes then. SystemExit: it is gone already.
     """
+    from vllm.utils.lazy_modules import only_what_configs_need  # loads torch
+
     try:
-        settings = pickle.load(sys.stdin.buffer)
+        with only_what_configs_need():
+            settings = pickle.load(sys.stdin.buffer)
     except (EOFError, pickle.UnpicklingError):
         shutil.rmtree(folder, ignore_errors=True)
         sys.exit(1)
@@ -117,3 +123,14 @@ def receive_settings(folder: str) -> Any:
 
     threading.Thread(target=watch, name="end-with-parent", daemon=True).start()
     return settings
+
+
+def _main(module: str, folder: str) -> int:
+    with without_garbage_collection():
+        main = importlib.import_module(module).main
+    status: int = main(folder)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(_main(*sys.argv[1:]))

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from vllm.exceptions import EXIT_STATUS, FailureKind
+from vllm.utils.gc_utils import collect_less_often
 from vllm.utils.text import did_you_mean
 from vllm.version import PRODUCT
 
@@ -58,12 +59,14 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line ``argv`` (default: that of this process); returns the exit status."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    if argv is None:
+        argv = sys.argv[1:]
+        collect_less_often()
     sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115  None: closed by the shell
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
     try:
         try:
-            return _run(arguments)
+            return _run(list(argv))
         finally:
             sys.stdout.flush()
     except BrokenPipeError:

@@ -1,7 +1,7 @@
-"""The engine core in its own process: ``python -m vllm.v1.engine.core_process FOLDER``.
+"""The engine core in its own process (:mod:`vllm.utils.child_process`).
 
-The parent sends one :class:`CoreSettings` (``vllm.utils.child_process``). Commands and reports
-travel over two zmq sockets in the folder, which only the user can enter, or of another machine.
+The parent sends one :class:`CoreSettings`. Commands and reports travel over two zmq sockets in the
+folder, which only the user can enter, or of another machine.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import pickle
 import queue
 import signal
 import socket
-import sys
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -291,11 +290,10 @@ def _start_core(settings: CoreSettings) -> tuple[EngineCore | None, CoreStarted]
     )
 
 
-def main() -> int:
+def main(folder: str) -> int:
     # Signals may reach the whole process group; the parent decides what they mean.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    folder = sys.argv[1]
     settings: CoreSettings = receive_settings(folder)
     set_log_format(settings.log_format)
     context: zmq.Context[Any] = zmq.Context()
@@ -315,7 +313,3 @@ def main() -> int:
     core.shutdown()
     reports.close(linger=5000)
     return 0 if core.executor.dead_because is None else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,5 +1,4 @@
-"""A rank in its own process: ``python -m vllm.v1.executor.rank_process
-FOLDER``.
+"""A rank in its own process (:mod:`vllm.utils.child_process`).
 
 It does what the engine's process does (:mod:`vllm.v1.executor.multiproc_executor`), at the same
 time, but keeps no rows and reports no tokens.
@@ -10,7 +9,6 @@ from __future__ import annotations
 import faulthandler
 import pickle
 import signal
-import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -163,12 +161,11 @@ def _encoded(answer: RankAnswer) -> bytes:
         return pickle.dumps(RankAnswer(answer.number, failure=failure))
 
 
-def main() -> int:
+def main(folder: str) -> int:
     # Signals may reach the whole process group; the engine core decides what they mean.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     faulthandler.register(signal.SIGUSR1, all_threads=True)
-    folder = sys.argv[1]
     settings: RankSettings = receive_settings(folder)
     set_log_format(settings.log_format)
     ModelRegistry.restore(settings.models)
@@ -188,7 +185,3 @@ def main() -> int:
             if call is None:
                 return 0
             socket.send(_encoded(rank.answer(call)))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

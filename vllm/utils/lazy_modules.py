@@ -15,6 +15,22 @@ from typing import Any
 
 import torch
 
+from vllm.utils.gc_utils import without_garbage_collection
+
+
+@contextmanager
+def only_what_configs_need() -> Iterator[None]:
+    """Import modules of transformers' configs without its sharding and without the compiler.
+
+    This is for reading a config from a file, and for loading one that another process has pickled.
+    """
+    with (
+        without_garbage_collection(),
+        without_compiler(),
+        imported_later("transformers.distributed"),
+    ):
+        yield
+
 
 @contextmanager
 def imported_later(package: str) -> Iterator[None]:
