@@ -32,7 +32,7 @@ from vllm.outputs import RequestOutput
 pytestmark = pytest.mark.exhaustive
 
 LAYERS: list[int | str] = [0, 2, 4, "norm"]
-FIRST, *OTHERS = random_prompts(7, [61, 5, 34, 17])
+FIRST, *OTHERS = random_prompts(7, [65, 5, 34, 17])
 PROMPTS = [FIRST, *OTHERS, {"prompt_token_ids": [*FIRST["prompt_token_ids"][:48], 9, 8, 7]}]
 OPTIONS: dict[str, Any] = {
     "max_model_len": 96,
@@ -64,6 +64,7 @@ MODELS = {
 }
 RANKS: dict[str, dict[str, Any]] = {
     "tp": {"tensor_parallel_size": 2},
+    "tp 4": {"tensor_parallel_size": 4},
     "pp": {"pipeline_parallel_size": 2},
     "tp pp": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
     "ep": {"tensor_parallel_size": 2, "enable_expert_parallel": True},
@@ -71,10 +72,13 @@ RANKS: dict[str, dict[str, Any]] = {
     "shared tokens": {"tensor_parallel_size": 2, "enable_sequence_parallel": True},
 }
 ONE_HEAD = {"num_key_value_heads": 1}
+EIGHT_HEADS = {"num_attention_heads": 8}
+"""With two of keys and values, of which four ranks have two copies each."""
 ALL = [
     *((model, ranks) for model in MODELS for ranks in ("tp", "pp", "tp pp")),
     *((model, "shared tokens") for model in MODELS if model != "module of transformers"),
     ("experts", "ep"),
+    ("dense", "tp 4"),
     ("dense", "dcp"),
     ("latent", "dcp"),
 ]
@@ -84,6 +88,7 @@ class Results(NamedTuple):
     together: list[torch.Tensor]
     """Rows of prompts that share steps, in chunks."""
     alone: torch.Tensor
+    """Rows of the first prompt by itself; its last chunk has one token."""
     hit: torch.Tensor
     num_cached: int
     preempted: list[torch.Tensor]
@@ -129,6 +134,8 @@ def test_ranks_have_the_rows_of_one(model: str, ranks: str, tmp_path: Path) -> N
     family, config, options, stored = MODELS[model]
     if ranks == "dcp" and model == "dense":
         config = {**config, **ONE_HEAD}
+    if ranks == "tp 4":
+        config = {**config, **EIGHT_HEADS}
     checkpoint = make_checkpoint(tmp_path / "checkpoint", family, **config)
     if stored is not None:
         checkpoint = quantise_checkpoint(checkpoint, FORMATS[stored]).stored
