@@ -178,6 +178,16 @@ def hang_in_next_pass(worker: Any, hanging_rank: int) -> None:
     _second_layer(worker).register_forward_pre_hook(lambda *_: time.sleep(3600))
 
 
+def sleep_in_every_pass(worker: Any, seconds: float) -> None:
+    """Let each rank sleep in the second layer that it has."""
+    _second_layer(worker).register_forward_pre_hook(lambda *_: time.sleep(seconds))
+
+
+def model_class(worker: Any) -> str:
+    found = type(worker.model_runner.model)
+    return f"{found.__module__}.{found.__qualname__}"
+
+
 def adapter_names(worker: Any) -> list[str]:
     """Return the names of the adapters in memory, the least recently used first."""
     return [one.lora_name for one in worker.model_runner.adapters._loaded]

@@ -32,13 +32,15 @@ from vllm.outputs import RequestOutput
 pytestmark = pytest.mark.exhaustive
 
 LAYERS: list[int | str] = [0, 2, 4, "norm"]
-FIRST, *OTHERS = random_prompts(7, [61, 5, 34, 17])
+FIRST, *OTHERS = random_prompts(7, [61, 5, 33, 17])
 PROMPTS = [FIRST, *OTHERS, {"prompt_token_ids": [*FIRST["prompt_token_ids"][:48], 9, 8, 7]}]
 OPTIONS: dict[str, Any] = {
     "max_model_len": 96,
     "kv_cache_memory_bytes": 2**24,
     "max_num_batched_tokens": 32,
 }
+ALONE = (0, 2)
+"""Numbers of prompts; the last chunk of the second has one token."""
 MOST_ERROR = 1e-4
 
 
@@ -64,6 +66,7 @@ MODELS = {
 }
 RANKS: dict[str, dict[str, Any]] = {
     "tp": {"tensor_parallel_size": 2},
+    "tp 4": {"tensor_parallel_size": 4},
     "pp": {"pipeline_parallel_size": 2},
     "tp pp": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
     "ep": {"tensor_parallel_size": 2, "enable_expert_parallel": True},
@@ -71,10 +74,13 @@ RANKS: dict[str, dict[str, Any]] = {
     "shared tokens": {"tensor_parallel_size": 2, "enable_sequence_parallel": True},
 }
 ONE_HEAD = {"num_key_value_heads": 1}
+EIGHT_HEADS = {"num_attention_heads": 8}
+"""With two of keys and values, of which four ranks have two copies each."""
 ALL = [
     *((model, ranks) for model in MODELS for ranks in ("tp", "pp", "tp pp")),
     *((model, "shared tokens") for model in MODELS if model != "module of transformers"),
     ("experts", "ep"),
+    ("dense", "tp 4"),
     ("dense", "dcp"),
     ("latent", "dcp"),
 ]
@@ -83,7 +89,8 @@ ALL = [
 class Results(NamedTuple):
     together: list[torch.Tensor]
     """Rows of prompts that share steps, in chunks."""
-    alone: torch.Tensor
+    alone: list[torch.Tensor]
+    """Rows of prompts by themselves (:data:`ALONE`)."""
     hit: torch.Tensor
     num_cached: int
     preempted: list[torch.Tensor]
@@ -103,8 +110,9 @@ def run(checkpoint: Path, folder: Path, **options: Any) -> Results:
     files = extraction_config(LAYERS, folder)
     with engine(checkpoint, **OPTIONS, **files, **options) as llm:
         llm.collective_rpc(rank_functions.poison)
-        (alone,) = llm.generate(PROMPTS[:1], greedy(), use_tqdm=False)
+        alone = llm.generate(PROMPTS[:1], greedy(), use_tqdm=False)
         (hit,) = llm.generate(PROMPTS[-1:], greedy(), use_tqdm=False)
+        alone += llm.generate(PROMPTS[2:3], greedy(), use_tqdm=False)
         llm.reset_prefix_cache()
         together = llm.generate(PROMPTS, greedy(6), use_tqdm=False)
         llm.reset_prefix_cache()
@@ -116,7 +124,7 @@ def run(checkpoint: Path, folder: Path, **options: Any) -> Results:
     assert hit.num_cached_tokens is not None
     return Results(
         [rows_of(output) for output in together],
-        rows_of(alone),
+        [rows_of(output) for output in alone],
         rows_of(hit),
         hit.num_cached_tokens,
         [rows_of(output) for output in preempted],
@@ -129,14 +137,16 @@ def test_ranks_have_the_rows_of_one(model: str, ranks: str, tmp_path: Path) -> N
     family, config, options, stored = MODELS[model]
     if ranks == "dcp" and model == "dense":
         config = {**config, **ONE_HEAD}
+    if ranks == "tp 4":
+        config = {**config, **EIGHT_HEADS}
     checkpoint = make_checkpoint(tmp_path / "checkpoint", family, **config)
     if stored is not None:
         checkpoint = quantise_checkpoint(checkpoint, FORMATS[stored]).stored
     one = run(checkpoint, tmp_path / "one", **options)
     several = run(checkpoint, tmp_path / "several", **options, **RANKS[ranks])
     for found in (one, several):
-        prompt = len(found.alone)
-        assert torch.equal(found.alone, found.together[0][:prompt])
+        for number, rows in zip(ALONE, found.alone, strict=True):
+            assert torch.equal(rows, found.together[number][: len(rows)])
         assert torch.equal(found.hit, found.together[-1][: len(found.hit)])
         assert 0 < found.num_cached <= 48
         assert all(map(torch.equal, found.preempted, found.together))

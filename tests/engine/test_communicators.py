@@ -35,8 +35,10 @@ Make = Callable[[int], Communicator]
 RANKS = 3
 
 
-def shared_memory(generation: int = 1, timeout_seconds: float = 20.0, **options: Any) -> Make:
-    memory = SharedMemory(SharedMemory.make_file(RANKS), RANKS)
+def shared_memory(
+    generation: int = 1, timeout_seconds: float = 20.0, ranks: int = RANKS, **options: Any
+) -> Make:
+    memory = SharedMemory(SharedMemory.make_file(ranks), ranks)
     return lambda rank: SharedMemoryCommunicator(
         memory, rank, generation, timeout_seconds, **options
     )
@@ -87,6 +89,17 @@ def test_sums_are_float32_in_the_order_of_ranks(make: Make, dtype: torch.dtype) 
         first, second, third = (drawn(rank, shape, dtype).float() for rank in range(RANKS))
         expected = (first + second + third).to(dtype)
         assert all(torch.equal(result[i], expected) for result in results)
+
+
+@pytest.mark.parametrize("ranks", [4, 5])
+def test_sums_of_more_ranks(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(communicators, "PIECE_BYTES", 4096)
+    given = [drawn(rank, (61, 72), torch.bfloat16) for rank in range(ranks)]
+    results = on_all(shared_memory(ranks=ranks), lambda g: g.all_reduce(given[g.rank]), ranks)
+    expected = given[0].float()
+    for one in given[1:]:
+        expected = expected + one.float()
+    assert all(torch.equal(result, expected.to(torch.bfloat16)) for result in results)
 
 
 @pytest.mark.parametrize("rows", [1, 3, 4, 61, 300])

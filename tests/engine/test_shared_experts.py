@@ -326,6 +326,7 @@ def test_preemption_in_one_engine(folder: Path) -> None:
         ("gemma4_moe", {}),
         ("mixtral", {"quantization": "int8"}),
         ("qwen3_5_moe_vl", {}),
+        ("qwen3_5_moe", {"tensor_parallel_size": 2, "enable_sequence_parallel": True}),
     ],
 )
 def test_families(family: str, options: dict[str, Any], checkpoint: Checkpoint) -> None:

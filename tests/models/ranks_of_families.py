@@ -8,7 +8,7 @@ Rows at all boundaries, log-probabilities and tokens of two ranks have to be tho
 1e-4 of a row's rms, and those of two pipeline stages the same bits; those of ranks that share
 tokens, the bits of ranks that do not. In chunks, with prefix hits and alone they have to be the
 same bits, unless a module of transformers runs one request after another. It ends with status 1
-when a family differs, or cannot be cut for another reason than its sizes.
+when a family differs, or is refused that is not listed here.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import argparse
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
@@ -42,14 +42,31 @@ WAYS: Mapping[str, Mapping[str, Any]] = {
 COMPARED_WITH = {"sequence": WAYS["tensor"]}
 """Options of the engine with which that of some ways is compared instead."""
 SAME_BITS = ("stages", "sequence")
-REFUSALS = (
-    "tensor_parallel_size=2",
-    "pipeline_parallel_size=2",
-    "decode_context_parallel_size=2",
-    "enable_sequence_parallel=True",
-    "prefill_context_parallel_size=2",
+_READ_MORE = frozenset(("gemma4", "gemma4_moe", "gemma4_vl", "longcat_flash", "zamba", "zamba2"))
+"""Families whose layers read more than the stream, or are no `DecoderBlock`."""
+_RECURRENT = ("falcon_mamba", "mamba", "mamba2", "recurrent_gemma", "rwkv", "xlstm")
+_IN_WINDOWS = ("mistral", "mixtral", "phi3", "starcoder2")
+_SELECTING = ("deepseek_v32", "glm_moe_dsa")
+_OWN_HEADS = ("falcon_40b", "gpt2", "gpt_neox", "openai_gpt", "opt", "zamba2")
+"""Families of which each rank has keys and values of its own heads."""
+REFUSED: Mapping[str, Collection[str]] = {
+    "stages": ("gemma4", "gemma4_vl"),  # layers that share caches would be in two stages
+    "context": (*_RECURRENT, *_IN_WINDOWS, *_SELECTING, *_OWN_HEADS),
+    "sequence": _READ_MORE,
+    "prefill": _READ_MORE,
+}
+"""Families that the engine refuses for each way, for another reason than sizes."""
+_WITHOUT_PLAN = (
+    *("bamba", "falcon", "falcon_40b", "falcon_h1", "falcon_mamba", "gpt2", "gpt_oss", "hunyuan"),
+    *("lfm2", "mamba", "mamba2", "openai_gpt", "opt", "qwen3_vl", "recurrent_gemma", "rwkv"),
+    *("stablelm", "xlstm", "zamba", "zamba2"),
 )
-"""Names in the error when the tiny checkpoint cannot be cut."""
+"""Families whose layers transformers has no tensor-parallel plan for."""
+MODULES_REFUSED: Mapping[str, Collection[str]] = {
+    "tensor": _WITHOUT_PLAN,
+    "stages": REFUSED["stages"],
+}
+"""The same for modules of transformers."""
 MOST_ERROR = 1e-4
 TOP = 4
 ONE_SEQUENCE = "all requests of a step as one sequence"
@@ -106,24 +123,41 @@ def compare(family: Family, way: str) -> str:
 
 
 def checked(name: str, folder: Path, way: str = "tensor", model_impl: str = "auto") -> str:
-    """Compare a family in words. ValueError: it cannot be cut in two."""
+    """Compare a family in words. ValueError: it is refused."""
     with redirect_stdout(StringIO()):
         family = Family(name, folder, **overrides(name, way))
         family.model_impl = model_impl
         return compare(family, way)
 
 
-EVEN_SIZES = {"xlstm": {"num_heads": 6}, "kimi_linear": {"linear_num_heads": 4}}
+EVEN_SIZES: Mapping[str, Mapping[str, Any]] = {
+    "gemma4_moe": {"num_global_key_value_heads": 2},
+    "kimi_linear": {"linear_num_heads": 4},
+    "nemotron_h": {"n_groups": 2},
+    "xlstm": {"num_heads": 6},
+    "zamba": {"n_mamba_heads": 4},
+}
 """Entries of configs whose tiny checkpoints have sizes that two ranks do not divide."""
 
 
 def overrides(name: str, way: str) -> dict[str, Any]:
     """Return entries of the config that the way needs: two ranks spread the tokens of one head."""
-    if name in EVEN_SIZES and way != "stages":
-        return EVEN_SIZES[name]
+    entries = {} if way == "stages" else dict(EVEN_SIZES.get(name, {}))
     heads, config = "num_key_value_heads", FAMILIES[name].config
     cannot = "kv_lora_rank" in config or name == "zamba2"  # its heads have to be as many
-    return {heads: 1} if way == "context" and heads in config and not cannot else {}
+    if way == "context" and heads in config and not cannot:
+        entries |= {one: 1 for one in config if one in (heads, "num_global_key_value_heads")}
+    return entries
+
+
+def refused_families(way: str, model_impl: str) -> Collection[str]:
+    return (REFUSED if model_impl == "auto" else MODULES_REFUSED).get(way, ())
+
+
+def is_refusal(error: Exception, way: str) -> bool:
+    """Return whether an engine refused the way, by the name and value of an option."""
+    named = (f"{name}={value}" for name, value in WAYS[way].items())
+    return isinstance(error, ValueError) and any(one in str(error) for one in named)
 
 
 def main() -> int:
@@ -132,15 +166,16 @@ def main() -> int:
     parser.add_argument("--way", choices=list(WAYS), default="tensor")
     parser.add_argument("--model-impl", choices=["auto", "transformers"], default="auto")
     arguments, failed = parser.parse_args(), 0
+    refused = refused_families(arguments.way, arguments.model_impl)
     for name in arguments.families:
         start = time.monotonic()
         with tempfile.TemporaryDirectory() as folder:
             try:
                 result = checked(name, Path(folder), arguments.way, arguments.model_impl)
             except Exception as error:
-                is_size = isinstance(error, ValueError) and any(r in str(error) for r in REFUSALS)
-                failed += not is_size
-                kind = "refused" if is_size else "WRONG"
+                is_known = name in refused and is_refusal(error, arguments.way)
+                failed += not is_known
+                kind = "refused" if is_known else "WRONG"
                 result = f"{kind}: {type(error).__name__}: {str(error).splitlines()[0][:150]}"
         print(f"{name:24} {time.monotonic() - start:5.1f} s  {result}", flush=True)
     return 1 if failed else 0

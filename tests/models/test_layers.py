@@ -208,18 +208,19 @@ def test_the_ranks_outputs_add_up_to_the_whole(
         torch.testing.assert_close(sum(pieces), expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("has_values", [True, False])
 @pytest.mark.parametrize(("rank", "kv_head"), [(0, 0), (1, 0), (2, 1), (3, 1)])
 def test_more_ranks_than_kv_heads_share_them(
-    rank: int, kv_head: int, monkeypatch: pytest.MonkeyPatch
+    rank: int, kv_head: int, has_values: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     be_rank(monkeypatch, rank, 4)
-    layer = QKVParallelLinear(5, 3, 8, 2, bias=False)
-    q, k, v = torch.randn(24, 5), torch.randn(6, 5), torch.randn(6, 5)
-    for shard_id, rows in (("q", q), ("k", k), ("v", v)):
+    layer = QKVParallelLinear(5, 3, 8, 2, bias=False, has_values=has_values)
+    parts = [torch.randn(24, 5), torch.randn(6, 5), torch.randn(6, 5)][: 3 if has_values else 2]
+    for shard_id, rows in zip("qkv", parts, strict=False):
         layer.weight_loader(layer.weight, rows, shard_id)
     kv_rows = slice(3 * kv_head, 3 * kv_head + 3)
-    expected = torch.cat((q[6 * rank : 6 * rank + 6], k[kv_rows], v[kv_rows]))
-    assert torch.equal(layer.weight, expected)
+    expected = [parts[0][6 * rank : 6 * rank + 6], *(part[kv_rows] for part in parts[1:])]
+    assert torch.equal(layer.weight, torch.cat(expected))
 
 
 def test_a_size_that_the_ranks_cannot_share_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -260,7 +260,7 @@ class QKVParallelLinear(ColumnParallelLinear):
     """Query, key and value projections in one product; shard ids are "q", "k", "v".
 
     Heads are cut over the ranks. If there are more ranks than key/value heads, several ranks hold
-    the same key/value head.
+    the same key/value head. has_values: False if keys are the values as well.
     """
 
     def __init__(
@@ -276,6 +276,7 @@ class QKVParallelLinear(ColumnParallelLinear):
         prefix: str = "",
         *,
         return_bias: bool = True,
+        has_values: bool = True,
     ) -> None:
         kv_heads = total_num_kv_heads or total_num_heads
         tp_size = get_tensor_model_parallel_world_size()
@@ -291,17 +292,17 @@ class QKVParallelLinear(ColumnParallelLinear):
                 f"tensor_parallel_size={tp_size} and the {kv_heads} key/value heads of "
                 f"{prefix!r}: one must divide the other"
             )
+        heads = [total_num_heads, *([kv_heads] * (2 if has_values else 1))]
+        own_heads = [self.num_heads, *([self.num_kv_heads] * (len(heads) - 1))]
         super().__init__(
             hidden_size,
-            (total_num_heads + 2 * kv_heads) * head_size,
+            sum(heads) * head_size,
             bias=bias,
             skip_bias_add=skip_bias_add,
             params_dtype=params_dtype,
             quant_config=quant_config,
-            output_sizes=[n * head_size for n in (total_num_heads, kv_heads, kv_heads)],
-            output_partition_sizes=[
-                n * head_size for n in (self.num_heads, self.num_kv_heads, self.num_kv_heads)
-            ],
+            output_sizes=[n * head_size for n in heads],
+            output_partition_sizes=[n * head_size for n in own_heads],
             prefix=prefix,
             return_bias=return_bias,
         )
@@ -414,11 +415,26 @@ def merged_linear(
 
 
 def qkv_linear(
-    input_size: int, head_size: int, heads: int, kv_heads: int, prefix: str, *, bias: bool = False
+    input_size: int,
+    head_size: int,
+    heads: int,
+    kv_heads: int,
+    prefix: str,
+    *,
+    bias: bool = False,
+    has_values: bool = True,
 ) -> QKVParallelLinear:
-    """Make a layer for queries, keys and values, cut over the ranks by heads."""
+    """Make a layer for queries, keys and, unless keys serve as values, values: cut over the ranks
+    by heads."""
     return QKVParallelLinear(
-        input_size, head_size, heads, kv_heads, bias, prefix=prefix, return_bias=False
+        input_size,
+        head_size,
+        heads,
+        kv_heads,
+        bias,
+        prefix=prefix,
+        return_bias=False,
+        has_values=has_values,
     )
 
 

@@ -26,8 +26,6 @@ from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
     column_linear,
-    divide,
-    merged_linear,
     qkv_linear,
     replicated_linear,
     row_linear,
@@ -92,22 +90,17 @@ class Gemma4Attention(Layer):
         """Make the projection of queries, and of keys and values if the layer has them; returns
         its name."""
         heads = (config.num_attention_heads, own.num_key_value_heads)
-        sizes = [n * self.head_size for n in heads]
         name = "qkv_proj" if self.has_values else "qk_proj" if self.has_keys else "q_proj"
         hidden_size, prefix, bias = config.hidden_size, f"{prefix}.{name}", config.attention_bias
         layer: ColumnParallelLinear
-        if self.has_values:
-            layer = qkv_linear(hidden_size, self.head_size, *heads, prefix, bias=bias)
-        elif self.has_keys:
-            layer = merged_linear(hidden_size, sizes, prefix, bias=bias)
+        if self.has_keys:
+            size, has_values = self.head_size, self.has_values
+            layer = qkv_linear(hidden_size, size, *heads, prefix, bias=bias, has_values=has_values)
         else:
-            layer = column_linear(hidden_size, sizes[0], prefix, bias=bias)
+            layer = column_linear(hidden_size, heads[0] * self.head_size, prefix, bias=bias)
         setattr(self, name, layer)
         self.num_heads = layer.output_partition_sizes[0] // self.head_size
-        ranks = get_tensor_model_parallel_world_size()
-        self.num_kv_heads = max(1, heads[1] // ranks)
-        if self.has_keys and not self.has_values:
-            divide(heads[1], ranks, f"the key/value heads of {prefix!r}")
+        self.num_kv_heads = max(1, heads[1] // get_tensor_model_parallel_world_size())
         return name
 
     def forward(self, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:

@@ -38,6 +38,8 @@ def make_up(model: nn.Module) -> None:
                         shared[form] = made_up(*form)
                     made[id(parameter)] = nn.Parameter(shared[form], False)
                 module._parameters[name] = made[id(parameter)]
-        for name, buffer in module._buffers.items():  # stored buffers, like tables of experts
+        for name, buffer in module._buffers.items():  # stored ones: tables of experts, factors
             if buffer is not None and buffer.device.type == "meta":
-                module._buffers[name] = torch.zeros((), dtype=buffer.dtype).expand(buffer.shape)
+                # A factor of zero would leave nothing of the stream.
+                value = torch.tensor(buffer.dtype.is_floating_point, dtype=buffer.dtype)
+                module._buffers[name] = value.expand(buffer.shape)
