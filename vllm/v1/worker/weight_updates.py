@@ -141,7 +141,7 @@ class WeightUpdates:
         """Note that the update ends before its end: the weights are those of two models, unless
         all or none of them were replaced."""
         if self._left and self._is_begun:
-            self._break(f"its weights are mixed, because {reason}")
+            self._break(self.problem or f"its weights are mixed, because {reason}")
 
     def _all_places(self) -> set[Hashable]:
         return set(self._stored(self._places())) or {None}  # nothing stands for None
