@@ -74,8 +74,8 @@ class Capture(Described):
 
     def given_tensors(self, place: str) -> dict[str, torch.Tensor]:
         """Return the tensors of the client. ApiError: names or data cannot be used."""
-        names = [self.features.aux, self.features.last_hidden]
-        names = [*filter(None, names), *(one.name for one in self.passthrough)]
+        rows = filter(None, (self.features.aux, self.features.last_hidden))
+        names = [*rows, *(one.name for one in self.passthrough)]
         for what, text in (("store_id", self.store_id), *(("the name", name) for name in names)):
             if "/" in text:
                 raise bad_request(
