@@ -231,7 +231,11 @@ def fail_in_next_update(worker: Any, failing_rank: int) -> None:
         model.load_weights = load_weights
         raise MemoryError("planted")
 
-    model.load_weights = fail
+    def rehearse(weights: Any) -> Any:
+        model.load_weights = fail
+        return load_weights(weights)
+
+    model.load_weights = rehearse
 
 
 def _second_layer(worker: Any) -> Any:

@@ -65,6 +65,13 @@ def test_text_is_tokenised_and_ids_win(processor: InputProcessor, tokenizer: Any
     assert both.request.request_id != text.request.request_id
 
 
+def test_no_salt_is_that_of_a_steered_request(processor: InputProcessor) -> None:
+    with pytest.raises(ValueError, match="cache_salt: has a NUL character"):
+        processor.process(
+            "9", {"prompt_token_ids": [3], "cache_salt": "\0steering:1"}, SamplingParams()
+        )
+
+
 def test_room_and_end_tokens_are_settled(processor: InputProcessor, tokenizer: Any) -> None:
     params = SamplingParams(max_tokens=None, stop_token_ids=[8])
     request = processor.process("0", [1] * 60, params).request

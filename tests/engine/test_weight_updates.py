@@ -20,9 +20,12 @@ from tests.engine.worker_extension import count_parameters, device_of
 from tests.grids import at_night
 from tests.models.checkpoints import make_checkpoint
 from tests.models.oracle import load_reference
+from tests.models.stored_formats import FORMATS, quantise_checkpoint
 from vllm import LLM, AsyncEngineArgs, AsyncLLM
 from vllm.hidden_states import HiddenStatesSample
+from vllm.model_executor.utils import LOADABLE_DTYPES
 from vllm.v1.engine.core_messages import AbortRequests, CallWorkers, ResetPrefixCache
+from vllm.v1.worker.weight_updates import WeightUpdates
 
 Checkpoint = Callable[..., Path]
 PROMPTS = random_prompts(61, [5, 40, 17])
@@ -208,26 +211,42 @@ def test_names_of_transformers_modules(
         assert is_same(answer(llm), fresh)
 
 
+def load_in_turn(llm: LLM, *parts: dict[str, torch.Tensor]) -> None:
+    with llm.weight_update() as load:
+        for part in parts:
+            load(part)
+
+
 def test_after_a_failure_in_the_middle_requests_are_refused(
-    checkpoint: Checkpoint, other: Callable[[str], Path], tmp_path: Path
+    checkpoint: Checkpoint,
+    other: Callable[[str], Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Until a whole checkpoint comes."""
     folder, weights = checkpoint("llama"), weights_in(other("llama"))
+    name, nonsense = "model.norm.weight", {"model.layers.0.nonsense.weight": torch.ones(2)}
+
+    def fail(*_: object) -> None:
+        raise OSError("the disk is gone")
+
     with engine(folder) as llm:
         before = answer(llm)
-        with pytest.raises(ValueError, match="nonsense"):
-            llm.update_weights({**weights, "model.layers.0.nonsense.weight": torch.ones(2)})
-        with pytest.raises(ValueError, match=r"replacement of its weights failed.*nonsense"):
+        with monkeypatch.context() as patch:
+            patch.setattr(WeightUpdates, "_note_replaced", fail)
+            with pytest.raises(OSError, match="disk"):
+                llm.update_weights({name: weights[name]})
+        with pytest.raises(ValueError, match=r"update of them ended: the disk is gone"):
             answer(llm)
         with pytest.raises(ValueError, match="whole checkpoint first"):
             llm.generate(PROMPTS, greedy(1), use_tqdm=False)
         llm.update_weights(folder)
-        assert is_same(answer(llm), before)
         with pytest.raises(ValueError, match="nonsense"):
-            llm.update_weights({"model.layers.0.nonsense.weight": torch.ones(2)})
-        with llm.weight_update() as load:  # tensors one after another are a whole checkpoint, too
-            for name, tensor in weights.items():
-                load({name: tensor})
+            load_in_turn(llm, {name: weights[name]}, nonsense)
+        with pytest.raises(ValueError, match=r"its weights are mixed, .*nonsense"):
+            answer(llm)
+        # Tensors one after another are a whole checkpoint, too.
+        load_in_turn(llm, *({one: tensor} for one, tensor in weights.items()))
         assert not is_same(answer(llm), before)
         part = tmp_path / "part"
         part.mkdir()
@@ -237,6 +256,83 @@ def test_after_a_failure_in_the_middle_requests_are_refused(
             llm.update_weights(part)
         llm.collective_rpc("reload_weights")
         assert is_same(answer(llm), before)
+        with pytest.raises(ValueError, match="nonsense"):
+            load_in_turn(llm, weights, nonsense)  # all of them came before it
+        assert not is_same(answer(llm), before)
+
+
+@pytest.mark.parametrize("tied", [False, at_night(True)])
+def test_what_fails_while_it_loads_changes_nothing(
+    tied: bool, checkpoint: Checkpoint, other: Callable[[str], Path], tmp_path: Path
+) -> None:
+    config = {"tie_word_embeddings": tied}
+    weights = weights_in(checkpoint("llama", seed=77, **config))
+    last = "model.layers.3.mlp.down_proj.weight"
+    nonsense = {**weights, "model.layers.0.nonsense.weight": torch.ones(2)}
+    if tied:  # a head of its own, which comes too late to be refused
+        nonsense["lm_head.weight"] = weights["model.embed_tokens.weight"] + 1
+    folder = tmp_path / "nonsense"
+    shutil.copytree(checkpoint("llama", **config), folder)
+    with engine(checkpoint("llama", **config)) as llm:
+        before = answer(llm)
+        for changed in (nonsense, {**weights, last: weights[last].long()}):
+            save_file(changed, folder / "model.safetensors")
+            for bad in (folder, changed):
+                with pytest.raises(ValueError, match=r"nonsense|torch\.int64"):
+                    llm.update_weights(bad)
+                assert is_same(answer(llm), before)
+
+
+def module_of(name: str) -> str:
+    """The module of a tensor of codes, or the tensor itself."""
+    return f"{name.partition('_proj.')[0]}_proj" if "_proj." in name else name
+
+
+STORED = ["fp8-block", *map(at_night, (name for name in FORMATS if name != "fp8-block"))]
+
+
+@pytest.mark.parametrize("ranks", [1, at_night(2)])
+@pytest.mark.parametrize("stored", STORED)
+def test_codes_of_a_quantised_checkpoint(stored: str, ranks: int, tmp_path: Path) -> None:
+    """From a folder and from memory; what does not fit changes nothing."""
+    sizes: Any = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+    plain = [
+        make_checkpoint(tmp_path / f"{seed}" / "plain", "llama", seed=seed, **sizes)
+        for seed in (3, 4)
+    ]
+    first, second = (quantise_checkpoint(folder, FORMATS[stored]) for folder in plain)
+    weights = weights_in(second.stored)
+    part = [name for name in weights if "layers.2.mlp.down_proj" in name and "input" not in name]
+    scale = next(name for name in part if weights[name].is_floating_point() and "map" not in name)
+    if stored.startswith("fp8"):
+        scale = next(name for name in part if "scale" in name)
+    bad: list[tuple[Any, str]] = [
+        ({one: x for one, x in weights.items() if one != scale}, "down_proj"),
+        ({part[0]: weights[part[0]]}, "belong together"),
+        (weights_in(second.dequantised), "kept as|the model's is"),
+        (second.dequantised, "is missing|the model's is"),
+        ({**weights, part[0]: weights[part[0]].to("meta")}, "on meta"),
+    ]
+    if weights[scale].dtype in LOADABLE_DTYPES:
+        bad.append(({**weights, scale: weights[scale] * torch.nan}, "finite"))
+    options = {"tensor_parallel_size": ranks}
+    with engine(second.stored, **options) as llm:
+        fresh = answer(llm)
+    with engine(first.stored, **options) as llm:
+        before = answer(llm)
+        for given, message in bad:
+            with pytest.raises(ValueError, match=message):
+                llm.update_weights(given)
+            assert is_same(answer(llm), before)
+        for given in (second.stored, weights):
+            llm.update_weights(given)
+            assert is_same(answer(llm), fresh) and not is_same(before, fresh)
+            llm.update_weights(first.stored)
+        with llm.weight_update() as load:
+            for module in dict.fromkeys(map(module_of, weights)):
+                load({one: x for one, x in weights.items() if module_of(one) == module})
+        assert is_same(answer(llm), fresh)
 
 
 def test_modules_of_transformers_and_shared_prefixes_refuse(
@@ -402,7 +498,7 @@ def test_in_another_process(checkpoint: Checkpoint, other: Callable[[str], Path]
             await asyncio.sleep(0.1)
             sent = watch_commands(llm)
             await llm.update_weights(first, mode="abort")
-            assert sent == [AbortRequests, CallWorkers, ResetPrefixCache]
+            assert sent == [AbortRequests, CallWorkers, CallWorkers, ResetPrefixCache]
             assert await long == "abort"
             assert is_same(await extract(llm), expected[0])
             with pytest.raises(ValueError, match="shape"):
@@ -426,7 +522,7 @@ def test_in_another_process(checkpoint: Checkpoint, other: Callable[[str], Path]
                 await llm.collective_rpc("reload_weights", 1e-3)
             assert not sent and not await llm.is_paused() and not long.done()
             await llm.collective_rpc("reload_weights")
-            assert long.done() and sent == [CallWorkers, ResetPrefixCache]
+            assert long.done() and sent == [CallWorkers, CallWorkers, ResetPrefixCache]
             assert is_same(await extract(llm), expected[0])
             await llm.sleep(2)
             assert await llm.is_sleeping()

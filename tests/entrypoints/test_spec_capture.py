@@ -207,6 +207,9 @@ def test_bad_bodies(
     ("more", "message"),
     [
         ({"store_id": ""}, "store_id: "),
+        ({"store_id": "run/1"}, ": store_id 'run/1' has a slash"),
+        ({"features": {"aux": "a/g2/x"}}, ": the name 'a/g2/x' has a slash"),
+        ({"features": {"last_hidden": "/"}}, ": the name '/' has a slash"),
         ({"gen": "1"}, "gen: "),
         ({"gen": -1}, "gen: "),
         ({"features": {"logits": "x"}}, "features.logits: "),

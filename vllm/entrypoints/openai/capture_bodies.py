@@ -52,7 +52,10 @@ class Passthrough(Described):
 
 
 class Capture(Described):
-    """The objects of one sample, with the keys ``{store_id}/{sample_id}/g{gen}/{name}``."""
+    """The objects of one sample, with the keys ``{store_id}/{sample_id}/g{gen}/{name}``.
+
+    Of these parts only sample_id may have slashes, so each key belongs to one sample.
+    """
 
     model_config = ConfigDict(extra="forbid")
 
@@ -71,8 +74,14 @@ class Capture(Described):
 
     def given_tensors(self, place: str) -> dict[str, torch.Tensor]:
         """Return the tensors of the client. ApiError: names or data cannot be used."""
-        names = [self.features.aux, self.features.last_hidden]
-        names = [*filter(None, names), *(one.name for one in self.passthrough)]
+        rows = filter(None, (self.features.aux, self.features.last_hidden))
+        names = [*rows, *(one.name for one in self.passthrough)]
+        for what, text in (("store_id", self.store_id), *(("the name", name) for name in names)):
+            if "/" in text:
+                raise bad_request(
+                    f"{place}: {what} {text!r} has a slash, so its keys may be those of another "
+                    "sample; only sample_id may have one"
+                )
         if not names:
             raise bad_request(f"{place}.features: names nothing to store")
         if twice := next((one for one in names if names.count(one) > 1), None):

@@ -16,6 +16,7 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple
 
@@ -89,6 +90,8 @@ class Weight:
         """True if there was an adapter of it (:mod:`vllm.model_executor.layers.low_rank`)."""
         self.fixed_because: str | None = None
         """The reason why it cannot be replaced; None: it can."""
+        self.is_rehearsing = False
+        """True while :meth:`replace` checks pieces and writes nothing (:func:`rehearsal`)."""
         self._arrives_in_panels = False
         self._panels: torch.Tensor | None = None  # while it loads
         self._codes: defaultdict[int, dict[int, PackedWeight]] = defaultdict(dict)  # likewise
@@ -247,7 +250,8 @@ class Weight:
         assert self.is_finished
         if self.fixed_because is not None:
             raise ValueError(f"weights cannot be replaced: {self.fixed_because}; make a new engine")
-        for write in [write for piece in pieces for write in self.writes(*piece)]:
+        writes = [write for piece in pieces for write in self.writes(*piece)]
+        for write in () if self.is_rehearsing else writes:
             write()
 
     def writes(self, stored: Stored, row: int, table: int = 0) -> Iterator[Callable[[], None]]:
@@ -360,6 +364,29 @@ def fix_weights(model: nn.Module, reason: str) -> None:
     """Refuse replacements of a model's weights from now on, for this reason."""
     for weight in weights_of(model):
         weight.fixed_because = reason
+
+
+@contextmanager
+def rehearsal(model: nn.Module) -> Iterator[None]:
+    """Let the loaders of a finished model check what they are given, and change nothing."""
+    weights = weights_of(model)
+    small = [
+        parameter
+        for parameter in model.parameters()
+        if find_weight(parameter) is None and not isinstance(parameter, ElsewhereParameter)
+    ]
+    kept = [parameter.data for parameter in small]
+    try:
+        for parameter in small:  # their loaders write into the parameter
+            parameter.data = torch.empty_like(parameter.data)
+        for weight in weights:
+            weight.is_rehearsing = True
+        yield
+    finally:
+        for parameter, values in zip(small, kept, strict=True):
+            parameter.data = values
+        for weight in weights:
+            weight.is_rehearsing = False
 
 
 def num_weight_bytes(model: nn.Module) -> int:

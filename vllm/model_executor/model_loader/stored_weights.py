@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -40,11 +40,24 @@ def stored_weights(
 ) -> Iterable[tuple[str, Weight]]:
     """Yield ``tensors``, the wanted ones of the files; those of a quantised checkpoint joined into
     weights."""
-    config = model_config.quantization_config
-    if config is None:
+    if model_config.quantization_config is None:
         return tensors
+    return join_given_weights(model_config, tensor_names(files, wanted), tensors)
+
+
+def join_given_weights(
+    model_config: ModelConfig,
+    names: Collection[str],
+    tensors: Iterable[tuple[str, torch.Tensor]],
+) -> Iterator[tuple[str, Weight]]:
+    """Yield ``tensors`` of a quantised checkpoint joined into weights.
+
+    names: those of the checkpoint. ValueError: a tensor of a module is there, and others are not.
+    """
+    config = model_config.quantization_config
+    assert config is not None
     as_served = model_config.activation_quantization == "as_served"
-    names, format_of = tensor_names(files, wanted), read_quantization(config)
+    format_of = read_quantization(config)
     tensors = _of_the_method(tensors, names, format_of, str(config.get("quant_method")))
     return join_stored_weights(tensors, names, format_of, as_served=as_served)
 
@@ -99,18 +112,35 @@ def join_stored_weights(
         if len(parts) < len(expected):
             continue
         del waiting[module]
-        weight = parts.get("weight")
-        is_float = weight is not None and weight.dtype in LOADABLE_DTYPES
-        if is_float and parts.keys() <= {"weight", *UNUSED}:
+        if _is_float(parts):
             yield stored.weight_name(module), parts["weight"]
         elif as_served:
             yield stored.weight_name(module), stored.read_as_served(module, parts)
         else:
             yield stored.weight_name(module), stored.read(module, parts)
+    for module, parts in waiting.items():
+        owner = format_of(module, names)
+        assert owner is not None
+        if not _is_float(parts):
+            expected = [name for name in owner.names(module) if name in names]
+            given = [owner.tensor_name(module, leaf) for leaf in parts]
+            missing = next(name for name in expected if name not in given)
+            raise ValueError(
+                f"weight {missing!r} is missing beside {given[0]!r}: the tensors of a module that "
+                f"is stored as {owner.name} belong together"
+            )
+        yield owner.weight_name(module), parts["weight"]
     if num_unused:
         logger.info(
             "Skipped %d scales of activations and caches, which are not quantised.", num_unused
         )
+
+
+def _is_float(parts: Mapping[str, torch.Tensor]) -> bool:
+    """Tell whether a module's tensors are a weight that is not quantised."""
+    weight = parts.get("weight")
+    is_float = weight is not None and weight.dtype in LOADABLE_DTYPES
+    return is_float and parts.keys() <= {"weight", *UNUSED}
 
 
 def dequantise_all(

@@ -28,6 +28,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     ParallelLMHead,
     VocabParallelEmbedding,
 )
+from vllm.model_executor.layers.weight import weight_of
 from vllm.model_executor.model_loader.weight_utils import log_skipped
 from vllm.model_executor.models.decoder_block import (
     AttentionOptions,
@@ -535,8 +536,13 @@ class DecoderForCausalLM(Layer):
     def _untie(self, head: torch.Tensor | PackedWeight) -> bool:
         """Untie the head if the checkpoint's head differs from the embeddings, whatever the config
         says, as in transformers; returns whether it does."""
-        is_elsewhere = isinstance(self.lm_head.weight, ElsewhereParameter)
-        if is_elsewhere or head.device.type == "meta" or not self.lm_head.untie(head):
+        table = self.lm_head.weight
+        if isinstance(table, ElsewhereParameter) or head.device.type == "meta":
+            return False
+        if weight_of(table).is_rehearsing:  # the embeddings to compare with are the old ones
+            self.lm_head.weight_loader(table, head)
+            return False
+        if not self.lm_head.untie(head):
             return False
         logger.warning(
             "config.json has tie_word_embeddings=true, but the checkpoint has a head with other "

@@ -206,6 +206,8 @@ class InputProcessor:
         salt = parsed.cache_salt
         for name, value in (("request_id", external_id), ("cache_salt", salt)):
             check_text(name, value or "")
+        if "\0" in (salt or ""):  # separates it from what else distinguishes prefixes
+            raise ValueError("cache_salt: has a NUL character; use a text without it")
         if parsed.embeds is None:
             keep, token_ids = params.truncate_prompt_tokens, parsed.token_ids
             if token_ids is None:

@@ -119,7 +119,6 @@ class WeightTransfers:
         if self._update is None:
             async with AsyncExitStack() as stack:
                 await stack.enter_async_context(self._engine.weight_update())
-                await self._call("begin")
                 self._update = stack.pop_all()
         self._wait_for_trainer()
 

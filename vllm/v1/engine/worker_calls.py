@@ -55,6 +55,15 @@ def call_with_model(worker: Worker, func: Callable[[nn.Module], Any]) -> Any:
     return func(worker.model_runner.model)
 
 
+def _begin_update() -> WorkerCall:
+    return WorkerCall("transfer_weights", ("begin",), {})
+
+
+def _interrupt_update(error: BaseException) -> WorkerCall:
+    reason = f"an update of them ended: {str(error) or type(error).__name__}"
+    return WorkerCall("transfer_weights", ("interrupt", reason), {})
+
+
 class WorkerCalls:
     """The calls of the workers of an engine in this process."""
 
@@ -97,12 +106,19 @@ class WorkerCalls:
         """Let weights be replaced inside the block, by calls of what it yields.
 
         Requests under way are completed first, and none begins inside the block, so no request has
-        rows of old and of new weights. At the end all prefixes are forgotten.
+        rows of old and of new weights. At the end all prefixes are forgotten. If an exception
+        leaves the block after some weights were replaced, requests are refused until all were.
         """
         with self._engine.paused():
             was_in_update, self._is_in_update = self._is_in_update, True
+            if not was_in_update:
+                self._engine.collective_rpc(_begin_update())
             try:
                 yield lambda weights: self.collective_rpc("update_weights", args=(weights,))[0]
+            except BaseException as error:
+                if not was_in_update:
+                    self._engine.collective_rpc(_interrupt_update(error))
+                raise
             finally:
                 self._is_in_update = was_in_update
                 self.reset_prefix_cache(reset_connector=True)
@@ -111,8 +127,8 @@ class WorkerCalls:
         """Replace weights by those of a folder, or by tensors named as in the checkpoint.
 
         A folder has to hold a whole checkpoint of the same sizes. ValueError: weights do not fit,
-        or cannot be replaced; shapes are compared before anything changes. If a replacement fails
-        in the middle, requests are refused until a whole checkpoint was loaded.
+        or cannot be replaced; then nothing has changed. If a replacement fails in the middle for
+        another reason, requests are refused until a whole checkpoint was loaded.
         """
         with self.weight_update() as load:
             if isinstance(weights, str | os.PathLike):
@@ -213,7 +229,11 @@ class AsyncWorkerCalls(EngineFrontEnd, ABC):
         async with self.paused(mode):
             self._is_in_update = True
             try:
+                await self._call_workers(pickled(_begin_update()))
                 yield lambda weights: self.collective_rpc("update_weights", args=(dict(weights),))
+            except BaseException as error:
+                await self._call_workers(pickled(_interrupt_update(error)))
+                raise
             finally:
                 self._is_in_update = False
                 await self.reset_prefix_cache(reset_connector=True)

@@ -94,10 +94,10 @@ class WeightReceiver:
     def check(self, announced: Announced) -> None:
         """Raise ValueError if tensors do not fit the model, or weights cannot be replaced."""
         forms = _forms(announced)
-        self._updates.check({form.name: form.shape for form in forms})
         for form in forms:
             if num_bytes(form) > self._most_bytes:
                 raise ValueError(f"weight {form.name!r} of {num_bytes(form)} bytes is too large")
+        self._updates.check_forms({form.name: form.shape for form in forms})
 
     def receive(self, announced: Announced, timeout: float) -> bool:
         """Receive tensors, which replace weights; returns whether the update is whole now.

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import nn
 
 from vllm.distributed.parallel_state import fails_on_all_ranks
 from vllm.logger import init_logger
-from vllm.model_executor.layers.weight import weight_storages, weights_of
-from vllm.model_executor.model_loader.checkpoint import find_weight_files, stored_shapes
+from vllm.model_executor.layers.weight import rehearsal, weight_storages, weights_of
+from vllm.model_executor.model_loader.checkpoint import (
+    find_weight_files,
+    iterate_mapped_weights,
+    stored_shapes,
+    tensor_names,
+)
 from vllm.model_executor.model_loader.loader import find_weights, load_checkpoint
+from vllm.model_executor.model_loader.stored_weights import join_given_weights
 from vllm.model_executor.models.interfaces import FindsWeights, MayKeepWeights, SkipsWeights
 from vllm.model_executor.utils import LOADABLE_DTYPES
 from vllm.utils.text import brief
@@ -45,24 +52,27 @@ class WeightUpdates:
         """The reason why the model computes nothing of use; None: its weights are whole."""
         self._missing: set[Hashable] = set()  # places to replace until there is no problem
         self._left: set[Hashable] = set()  # places to replace until the update is whole
+        self._is_begun = False  # whether the update has replaced a weight
         self._lent: list[_Lent] = []
 
     def load_folder(self, path: str | None) -> None:
         """Read the whole checkpoint in a folder; None: the engine's own.
 
-        ValueError: it is another model's, or weights cannot be replaced. Problems that the names
-        and shapes show are found before anything is replaced.
+        ValueError: it is another model's, or weights cannot be replaced. This is found before
+        anything is replaced.
         """
         files = self.check_folder(path)
         with self._replacing():
             load_checkpoint(self._model, self._vllm_config, files)
-        self.problem = None
+        self.problem, self._missing, self._left = None, set(), set()
 
     def check_folder(self, path: str | None) -> list[Path]:
         """Return the files of a checkpoint for :meth:`load_folder`. ValueError: as there."""
         with fails_on_all_ranks():
             files = self._files_of(path)
             self.check(stored_shapes(files), is_whole=True)
+            with rehearsal(self._model):
+                load_checkpoint(self._model, self._vllm_config, files, iterate_mapped_weights)
         return files
 
     def load(self, weights: Mapping[str, torch.Tensor] | Named) -> list[str]:
@@ -72,17 +82,42 @@ class WeightUpdates:
         """
         with fails_on_all_ranks():
             named = _by_name(weights)
-            if self._vllm_config.model_config.quantization_config is None:  # else codes may come
-                for name, tensor in named.items():
-                    _check_floats(name, tensor)
+            for name, tensor in named.items():
+                _check_tensor(name, tensor, takes_codes=self._names is not None)
             self.check({name: tuple(tensor.shape) for name, tensor in named.items()})
+            if not self._rehearse(named) and named:
+                names = ", ".join([*named][:5])
+                raise ValueError(f"weights: the model has none of the names {names}")
+        self._is_begun |= bool(named)
         with self._replacing():
-            model = cast("VllmModelForTextGeneration", self._model)
-            loaded = model.load_weights(named.items())
+            loaded = self._load(named)
         self._note_replaced(map(self._places(), named))
-        if not loaded and named:
-            raise ValueError(f"weights: the model has none of the names {', '.join([*named][:5])}")
         return sorted(loaded)
+
+    def check_forms(self, forms: Mapping[str, torch.Size | tuple[int, ...]]) -> None:
+        """Raise the ValueError of :meth:`load` for floats of these shapes, by their names."""
+        self.check(forms)
+        nothing = torch.zeros(())
+        self._rehearse({name: nothing.expand(shape) for name, shape in forms.items()})
+
+    def _rehearse(self, named: Mapping[str, torch.Tensor]) -> set[str]:
+        with rehearsal(self._model):
+            return self._load(named)
+
+    def _load(self, named: Mapping[str, torch.Tensor]) -> set[str]:
+        model = cast("VllmModelForTextGeneration", self._model)
+        weights: Iterable[tuple[str, Any]] = named.items()
+        if self._names is not None:
+            names = self._names | named.keys()
+            weights = join_given_weights(self._vllm_config.model_config, names, named.items())
+        return model.load_weights(weights)
+
+    @cached_property
+    def _names(self) -> set[str] | None:
+        """Names in the quantised checkpoint that the model was made from; None: it is not."""
+        if self._vllm_config.model_config.quantization_config is None:
+            return None
+        return tensor_names(find_weights(self._vllm_config, fetches=False) or ())
 
     def _files_of(self, path: str | None) -> list[Path]:
         if path is not None:
@@ -95,7 +130,7 @@ class WeightUpdates:
 
     def begin(self) -> None:
         """Note that an update by several calls of :meth:`load` begins."""
-        self._left = self._all_places()
+        self._left, self._is_begun = self._all_places(), False
 
     @property
     def is_whole(self) -> bool:
@@ -105,8 +140,8 @@ class WeightUpdates:
     def interrupt(self, reason: str) -> None:
         """Note that the update ends before its end: the weights are those of two models, unless
         all or none of them were replaced."""
-        if self._left and self._left != self._all_places():
-            self._break(f"its weights are mixed, because {reason}")
+        if self._left and self._is_begun:
+            self._break(self.problem or f"its weights are mixed, because {reason}")
 
     def _all_places(self) -> set[Hashable]:
         return set(self._stored(self._places())) or {None}  # nothing stands for None
@@ -141,6 +176,8 @@ class WeightUpdates:
         stored = self._stored(place_of)
         for place in stored.keys() & given.keys():
             name, own = given[place], stored[place][1]
+            if place == name and self._names is not None:
+                continue  # a part of codes, which is checked with the others
             if tuple(shapes[name]) != own:
                 raise ValueError(
                     f"weight {name!r} has the shape {tuple(shapes[name])}; the model's is {own}"
@@ -243,10 +280,10 @@ def _by_name(weights: object) -> dict[str, torch.Tensor]:
     return named
 
 
-def _check_floats(name: str, tensor: torch.Tensor) -> None:
-    """Raise ValueError unless a tensor holds floats that a weight can have."""
+def _check_tensor(name: str, tensor: torch.Tensor, *, takes_codes: bool) -> None:
+    """Raise ValueError unless a tensor has content, and a dtype of floats if it is no code."""
     is_plain = tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_meta
-    if not is_plain or tensor.dtype not in LOADABLE_DTYPES:
+    if not is_plain or not (takes_codes or tensor.dtype in LOADABLE_DTYPES):
         known = ", ".join(str(dtype).removeprefix("torch.") for dtype in LOADABLE_DTYPES)
         raise ValueError(
             f"weight {name!r} is of {tensor.dtype}, {tensor.layout} on {tensor.device}: use a "
