@@ -382,6 +382,23 @@ def test_requests_that_take_too_long(tiny_llama: Path, folder: Path) -> None:
 
 
 @pytest.mark.exhaustive
+def test_several_engines(tiny_llama: Path, folder: Path, llm: LLM) -> None:
+    """Engines are chosen for requests of all processes together; pauses reach all."""
+    want = [expected(llm, ids) for ids in IDS]
+    server_of_two, pool = serve_two(tiny_llama, folder, "-dp", "2"), ThreadPoolExecutor(4)
+    with server_of_two as server, pool, two_clients(server) as clients, server.client() as more:
+        for client in clients:
+            assert [tokens(client, ids) for ids in IDS] == want
+        running = [pool.submit(post, client, **LONG) for client in clients]
+        wait_until(lambda: load_of(more) == 2)
+        assert more.post("/pause").status_code == 200
+        ends = [answer.result()["choices"][0]["finish_reason"] for answer in running]
+        assert ends == ["abort", "abort"]
+        assert more.post("/resume").status_code == 200
+        assert tokens(clients[1], IDS[2]) == want[2]
+
+
+@pytest.mark.exhaustive
 def test_files_of_a_connector(tiny_llama: Path, folder: Path, tmp_path: Path) -> None:
     """A file that the engine wrote for one process is downloaded from the other."""
     flags = (*FLAGS[:2], "--enable-hidden-states-download", "--hidden-states-ttl", "1000")
