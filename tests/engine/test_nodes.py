@@ -11,7 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -201,6 +201,33 @@ def test_a_node_without_an_engine(checkpoint: Checkpoint, tmp_path: Path) -> Non
     assert "no engine has come to master_addr, master_port" in (tmp_path / "log").read_text()
 
 
+@pytest.mark.exhaustive
+def test_two_engines_with_nodes_of_their_own(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """Each engine has two ranks on two nodes, and a front end; both have the bits of one node."""
+    folder, others = checkpoint("llama"), rank_processes()
+    with engine(folder, **OPTIONS, tensor_parallel_size=2) as llm:
+        expected = rows_of_all(llm)
+    with ExitStack() as stack:
+        engines = []
+        for number in range(2):
+            options = sizes() | {"data_parallel_size": 2, "data_parallel_rank": number}
+            stack.enter_context(node(folder, tmp_path / f"log{number}", options))
+            args = AsyncEngineArgs(str(folder), **OPTIONS, nnodes=2, **options)
+            engines.append(AsyncLLM.from_engine_args(args))
+
+        async def rows(llm: AsyncLLM) -> torch.Tensor:
+            found = [one async for one in llm.extract(PROMPTS, layers=[4])]
+            await llm.shutdown()
+            return torch.cat([one.hidden_states for one in found])
+
+        async def run() -> list[torch.Tensor]:
+            return await asyncio.gather(*map(rows, engines))
+
+        for found in asyncio.run(run()):
+            assert torch.equal(found, expected)
+    wait_until(lambda: rank_processes() == others)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -209,7 +236,7 @@ def test_a_node_without_an_engine(checkpoint: Checkpoint, tmp_path: Path) -> Non
         ({"nnodes": 2, "tensor_parallel_size": 2, "node_rank": 1}, "node_rank=1: .* --headless"),
         (
             {"nnodes": 2, "tensor_parallel_size": 2, "data_parallel_size": 2},
-            "nnodes=2: data_parallel_size=2: nodes share one engine",
+            "nnodes=2: data_parallel_size=2: nodes share one engine; start a server for each",
         ),
         (
             {"nnodes": 2, "tensor_parallel_size": 2, "distributed_executor_backend": "uni"},

@@ -6,7 +6,7 @@ import asyncio
 import json
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -18,9 +18,12 @@ from fastapi.responses import StreamingResponse
 from vllm.entrypoints.openai.adapters import ServedAdapters
 from vllm.entrypoints.openai.cli_args import ServerSettings
 from vllm.entrypoints.openai.http_protocol import limited_protocol
+from vllm.entrypoints.openai.http_server import HttpServer
 from vllm.entrypoints.openai.limits import install_limits
-from vllm.entrypoints.openai.server import HttpServer, bind
+from vllm.entrypoints.openai.server import bind
+from vllm.entrypoints.openai.server_load import ServerLoad
 from vllm.entrypoints.openai.server_metrics import ServerMetrics
+from vllm.entrypoints.openai.state import nothing_to_share
 from vllm.v1.engine.core_messages import EngineStats
 
 START_SECONDS = 30.0
@@ -34,7 +37,7 @@ class GateState:
     served_model_names: list[str] = field(default_factory=lambda: ["tiny"])
     store: Any = None
     stats: EngineStats = field(default_factory=EngineStats)
-    server_load: int = 0
+    load: ServerLoad = field(default_factory=ServerLoad)
     is_draining: bool = False
     facts: list[tuple[str, str]] = field(default_factory=list)
     storage_folder: str | None = None
@@ -45,11 +48,17 @@ class GateState:
     received: list[int] = field(default_factory=list)
     """Bytes of each body that an endpoint read to its end."""
     cancelled: int = 0
+    count_all: Callable[[], Awaitable[None]] = nothing_to_share
+    share: Callable[[], Awaitable[None]] = nothing_to_share
 
     def __post_init__(self) -> None:
         self.model_name = self.served_model_names[0]
         self.adapters = ServedAdapters(cast("Any", None), self.served_model_names)
         self.metrics = ServerMetrics(lambda: self.stats, self.model_name)
+
+    @property
+    def server_load(self) -> int:
+        return self.load.total
 
 
 @dataclass
@@ -128,7 +137,7 @@ def make_app(state: GateState) -> FastAPI:
 
     @app.get("/load")
     async def load() -> Any:
-        return {"server_load": state.server_load}
+        return {"server_load": state.load.total}
 
     @app.get("/v1/models")
     async def models() -> Any:

@@ -61,7 +61,7 @@ def test_the_launcher_of_existing_clients() -> None:
     assert arguments.engine.served_model_name == ["a", "b"]
     assert arguments.engine.max_model_len == 2000
     assert not arguments.engine.enable_prefix_caching
-    assert arguments.server.num_renderer_threads == 8
+    assert (arguments.server.api_server_count, arguments.server.renderer_num_workers) == (4, 2)
     assert arguments.server.enable_scale_out
 
 
@@ -229,7 +229,9 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--ssl-keyfile" in found and "--api-key" not in found
     everything = shown(capsys, "serve", "--help=all")
     assert "Most tokens of a request" in everything and "--ssl-keyfile" in everything
-    assert "renderer_num_workers threads" in shown(capsys, "serve", "--help=api-server-count")
+    assert "HTTP processes that share the address" in shown(
+        capsys, "serve", "--help=api-server-count"
+    )
 
     with pytest.raises(SystemExit):
         main(["serve", "--help=hidden-state-ttl"])

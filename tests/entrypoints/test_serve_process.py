@@ -85,7 +85,7 @@ def test_the_log_has_one_form(tiny_llama: Path, folder: Path) -> None:
 def test_a_whole_life(tiny_llama: Path, folder: Path, pool: ThreadPoolExecutor) -> None:
     """Summary, a download, drain: what runs finishes, what comes is turned away, status 0."""
     flags = ["--served-model-name", "tiny", "other", "--enable-hidden-states-download"]
-    flags += ["--shutdown-timeout", "60", "--api-server-count", "4", "--renderer-num-workers", "2"]
+    flags += ["--shutdown-timeout", "60", "--api-server-count", "1", "--renderer-num-workers", "2"]
     stale = folder / f".dead.safetensors.{'0' * 32}.tmp"
     stale.touch()
     (folder / "dead.safetensors.lock").touch()

@@ -21,6 +21,7 @@ from vllm.entrypoints.openai import pages
 from vllm.entrypoints.openai.api_server import EXAMPLES, build_app
 from vllm.entrypoints.openai.cli_args import ServerSettings
 from vllm.entrypoints.openai.hidden_states_store import HiddenStatesStore
+from vllm.entrypoints.openai.server_load import ServerLoad
 from vllm.utils.disk import free_bytes
 from vllm.v1.engine.core_messages import EngineStats
 from vllm.version import PRODUCT, VERSION
@@ -47,7 +48,7 @@ STATS = EngineStats(
 
 @pytest.fixture
 def state() -> GateState:
-    state = GateState(ServerSettings(), [NAME], stats=STATS, server_load=7)
+    state = GateState(ServerSettings(), [NAME], stats=STATS, load=ServerLoad([7]))
     state.metrics.finished["stop"] = 41
     state.metrics.count_failure("disk_full")
     state.metrics.count_response(429, "/v1/completions")
@@ -63,7 +64,7 @@ def make_app(state: GateState) -> FastAPI:
 
     @app.get("/load")
     async def load() -> dict[str, int]:
-        return {"server_load": state.server_load}
+        return {"server_load": state.load.total}
 
     return app
 

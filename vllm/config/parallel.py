@@ -180,8 +180,12 @@ class ParallelConfig:
         elif self.nnodes > 1 and self.distributed_executor_backend not in (None, "mp"):
             backend = self.distributed_executor_backend
             reason = f"distributed_executor_backend={backend!r} starts no nodes; use 'mp'"
-        elif self.nnodes > 1 and self.data_parallel_size > 1:
-            reason = f"data_parallel_size={self.data_parallel_size}: nodes share one engine"
+        elif self.nnodes > 1 and self.data_parallel_size > 1 and self.external_rank is None:
+            reason = (
+                f"data_parallel_size={self.data_parallel_size}: nodes share one engine; start a "
+                "server for each engine, with nodes of its own: data_parallel_rank on all nodes of "
+                "an engine, and a master_addr and master_port for each"
+            )
         if reason:
             raise ValueError(f"nnodes={self.nnodes}: {reason}")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -38,7 +38,8 @@ class ServedAdapters:
     def __init__(self, engine: AsyncLLM, model_names: Sequence[str]) -> None:
         self._engine, self._model_names = engine, model_names
         self._numbers = itertools.count(1)
-        self._served: dict[str, _Served] = {}
+        self.served: dict[str, _Served] = {}
+        """By name."""
         self._changing = asyncio.Lock()
 
     def check_modules(self, modules: Sequence[str]) -> None:
@@ -68,23 +69,23 @@ class ServedAdapters:
     async def load(self, name: str, path: str) -> None:
         """Serve an adapter. ApiError: the name is taken. ValueError: the adapter cannot be used."""
         async with self._changing:
-            if name in self._served or name in self._model_names:
+            if name in self.served or name in self._model_names:
                 raise bad_request(f"The lora adapter {brief(name)} has already been loaded.")
             request = LoRARequest(name, next(self._numbers), path)
             await self._engine.add_lora(request)
-            self._served[name] = _Served(request, int(time.time()))
+            self.served[name] = _Served(request, int(time.time()))
 
     async def unload(self, name: str) -> None:
         """Serve an adapter no longer; requests under way keep it. ApiError: it is not there."""
         async with self._changing:
-            served = self._served.pop(name, None)
+            served = self.served.pop(name, None)
             if served is None:
                 raise ApiError(404, f"The lora adapter {brief(name)} cannot be found.")
             await self._engine.remove_lora(served.request.lora_int_id)
 
     def find(self, name: str | None) -> LoRARequest | None:
         """Return the adapter of a name; None: it has none."""
-        served = self._served.get(name or "")
+        served = self.served.get(name or "")
         return None if served is None else served.request
 
     def cards(self, max_model_len: int) -> list[ModelCard]:
@@ -98,7 +99,7 @@ class ServedAdapters:
                 max_model_len=max_model_len,
                 permission=[ModelPermission(id=f"modelperm-{name}", created=served.created)],
             )
-            for name, served in self._served.items()
+            for name, served in self.served.items()
         ]
 
 
@@ -121,8 +122,8 @@ def _body(**example: str) -> dict[str, Any]:
     }
 
 
-def make_router(adapters: ServedAdapters) -> APIRouter:
-    """Make the endpoints."""
+def make_router(adapters: ServedAdapters, share: Callable[[], Awaitable[None]]) -> APIRouter:
+    """Make the endpoints. share: called after each change."""
     router = APIRouter(prefix="/v1", tags=["adapters"])
 
     @router.post(
@@ -133,6 +134,7 @@ def make_router(adapters: ServedAdapters) -> APIRouter:
     ) -> Response:
         """Serve an adapter under a name."""
         await adapters.load(body.lora_name, body.lora_path)
+        await share()
         return Response(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
     @router.post("/unload_lora_adapter", openapi_extra=_body(lora_name="calm"))
@@ -141,6 +143,7 @@ def make_router(adapters: ServedAdapters) -> APIRouter:
     ) -> Response:
         """Serve an adapter no longer."""
         await adapters.unload(body.lora_name)
+        await share()
         return Response(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
     return router

@@ -9,6 +9,7 @@ from fastapi.openapi.utils import get_openapi
 from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
+from starlette.middleware import Middleware
 from starlette.responses import Response
 
 from vllm import envs
@@ -112,11 +113,21 @@ _DESCRIBED: tuple[type[BaseModel], ...] = (
 router = APIRouter()
 
 
-def build_app(state: ServerState) -> FastAPI:
+def build_app(state: ServerState, *layers: Middleware) -> FastAPI:
     """Build the ASGI application of one server, whose engine must have started.
 
-    uvicorn must serve it with ``http=PromptHeadProtocol``.
+    uvicorn must serve it with ``http=PromptHeadProtocol``. layers: what is between the gate and
+    the endpoints.
     """
+    app, paths = build_endpoints(state)
+    for layer in layers:
+        app.add_middleware(layer.cls, *layer.args, **layer.kwargs)
+    install_limits(app, state.settings, state, paths)
+    return app
+
+
+def build_endpoints(state: ServerState) -> tuple[FastAPI, list[str]]:
+    """Build the application without the gate; returns the paths of its endpoints, too."""
     # FastAPI's own pages load their scripts from the internet.
     app = FastAPI(
         title=PRODUCT,
@@ -133,13 +144,12 @@ def build_app(state: ServerState) -> FastAPI:
     if envs.VLLM_SERVER_DEV_MODE:
         routers += [development.router, weights.vllm_router]
     if envs.VLLM_ALLOW_RUNTIME_LORA_UPDATING:
-        routers.append(make_router(state.adapters))
+        routers.append(make_router(state.adapters, lambda: state.share()))
     for one in routers:
         app.include_router(one)
         paths += [route.path for route in one.routes if isinstance(route, APIRoute)]
-    install_limits(app, state.settings, state, paths)
     app.openapi = lambda: _describe(app)  # type: ignore[method-assign]
-    return app
+    return app, paths
 
 
 # ---- the description of the API
@@ -257,6 +267,7 @@ async def create_steering_vectors(
         request, lambda: SteeringVector(steering.tensor_of(body.vectors), body.layers)
     )
     state.steering.put(body.name, vector)
+    await state.share()
     return state.steering.card(body.name)
 
 

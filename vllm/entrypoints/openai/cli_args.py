@@ -102,11 +102,12 @@ class ServerSettings:
     """Path prefix under which a proxy serves this server; the proxy may keep or remove it in the
     requests that it passes on."""
     api_server_count: Count = 1
-    """Factor for the number of tokeniser threads: there are api_server_count times
-    renderer_num_workers threads. There is always one HTTP process."""
+    """HTTP processes that share the address, the engines and all that requests read or change.
+    Above 1 another process accepts connections and has the engines. It is for machines whose HTTP
+    process takes a whole core."""
     renderer_num_workers: Count = 2
-    """Threads that tokenise and render templates, in addition to the event loop. Requests above
-    64 KiB never take all of them, unless there is only one."""
+    """Threads of each HTTP process that tokenise and render templates, in addition to its event
+    loop. Requests above 64 KiB never take all of them, unless there is only one."""
     shutdown_timeout: Annotated[float, at_least(0), FINITE] = 30.0
     """Time for running requests to finish after SIGTERM or SIGINT; a second signal ends the server
     at once."""
@@ -218,6 +219,14 @@ class ServerSettings:
             raise ValueError(
                 f"ssl_cert_reqs={self.ssl_cert_reqs} needs ssl_ca_certs, the authorities to trust"
             )
+        count = self.api_server_count
+        if count > 1 and self.headless:
+            raise ValueError(f"api_server_count={count} with headless, which serves no HTTP; use 1")
+        if count > 1 and self.mooncake_store is not None:
+            raise ValueError(
+                f"api_server_count={count} with mooncake_store: one process writes to the store; "
+                "use api_server_count=1"
+            )
         if self.enable_auto_tool_choice and self.tool_call_parser is None:
             raise ValueError("enable_auto_tool_choice needs tool_call_parser; use 'hermes'")
         for name, value in {**vars(self), "VLLM_API_KEY": envs.VLLM_API_KEY}.items():
@@ -229,8 +238,3 @@ class ServerSettings:
     def accepted_keys(self) -> list[str]:
         """Keys of which requests must carry one; empty if no key is required."""
         return self.api_key or list(filter(None, [envs.VLLM_API_KEY]))
-
-    @property
-    def num_renderer_threads(self) -> int:
-        """Number of threads that tokenise and render, in addition to the event loop."""
-        return self.api_server_count * self.renderer_num_workers

@@ -89,6 +89,10 @@ class ApiError(Exception):
         self.type = type or _TYPES.get(status, "InternalServerError")
         self.param = param
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Errors travel between the processes of a server.
+        return _api_error, (self.status, self.message, self.type, self.param)
+
     def body(self) -> ErrorResponse:
         """Return the body that the client reads."""
         message = self.message
@@ -107,6 +111,10 @@ class ApiError(Exception):
             _HEADERS.get(self.status),
             media_type="application/json",
         )
+
+
+def _api_error(status: int, message: str, type: str, param: str | None) -> ApiError:
+    return ApiError(status, message, type=type, param=param)
 
 
 MEANT_FOR_CLIENTS = (ApiError, ValueError, FailureError, RequestValidationError)

@@ -158,7 +158,8 @@ class Extraction:
         num_choices: int,
         kind: RequestOutputKind,
     ) -> AsyncGenerator[tuple[int, RequestOutput, HiddenStatesSample | None], None]:
-        requests, settings = self._requests(prompts, params, num_choices), self._settings(params)
+        requests = await self._requests(prompts, params, num_choices)
+        settings = self._settings(params)
         engine, admit = self._state.engine, self._admit
         async with aclosing(engine.generate_with_rows(requests, settings, kind, admit)) as outputs:
             async for index, output, item in outputs:
@@ -172,7 +173,7 @@ class Extraction:
     async def _admit_body(self, num_bytes: int) -> None:
         await self._admit(min(num_bytes, MEMORY_BYTES))
 
-    def _requests(
+    async def _requests(
         self, prompts: Sequence[ParsedPrompt], params: SamplingParams | None, num_choices: int
     ) -> list[ExtractRequest]:
         """Return the engine's requests. ApiError: they cannot be served."""
@@ -193,14 +194,14 @@ class Extraction:
                 f"{_STREAM} with {len(prompts)} prompts and n={num_choices}: ask for one choice"
             )
         if self._state.store is not None and self._delivery != "inline":
-            self._state.store.check_quota()
+            await self._state.store.admit()
         return [ExtractRequest(_as_prompt(one), mask=self.mask) for one in prompts]
 
     async def begin_stream(self, prompt: ParsedPrompt) -> Response | None:
         """Return a reply whose rows are sent as they are computed; None if that cannot be."""
         if not self.is_stream or self._options.pooling not in (None, "none"):
             return None
-        (request,) = self._requests([prompt], None, 1)
+        (request,) = await self._requests([prompt], None, 1)
         engine, settings = self._state.engine, self._settings(None)
         parts = await engine.extract_in_parts(request, settings, self._admit_body)
         if parts is None:
@@ -266,6 +267,7 @@ class Extraction:
             path = body.hidden_states_path = await self._write(self._folder, sample, name)
             files.add({"hidden_states_path": path})
             if self._state.store is not None:
+                await self._state.store.announce(path)
                 body.hidden_states_url = self._state.store.url_for(request, path)
             bodies.append(body)
         return bodies

@@ -258,7 +258,7 @@ class Generation(ABC, Generic[BodyT]):
         """
         await self.prepare()
         if self.extraction is None:
-            self._check_quota()
+            await self._check_quota()
         elif not self.body.stream:
             return await self._answer_with_rows(self.extraction)
         if self.body.stream:
@@ -278,14 +278,14 @@ class Generation(ABC, Generic[BodyT]):
     async def outputs(self) -> list[RequestOutput]:
         """Return the output of each prompt, instead of a reply; raises what :meth:`answer` does."""
         await self.prepare()
-        self._check_quota()
+        await self._check_quota()
         return await self._all_outputs()
 
-    def _check_quota(self) -> None:
+    async def _check_quota(self) -> None:
         """Raise QuotaExceededError if the request would write a file, and there is no room."""
         store = self.state.store if self.state.extracts else None
         if store is not None and store.writes_file(self.body.kv_transfer_params):
-            store.check_quota()
+            await store.admit()
 
     async def _all_outputs(self) -> list[RequestOutput]:
         async with aclosing(self._outputs()) as outputs:

@@ -171,13 +171,9 @@ class HiddenStatesStore:
         A file in a subfolder, or with a name that no download could have, counts for age and quota
         only: its id has a slash. Files with an age must be added oldest first, before all others.
         """
-        folder, name = os.path.split(path)
-        folder, file_id = os.path.realpath(folder), name.removesuffix(_SUFFIX)
-        is_inside = os.path.join(folder, "").startswith(os.path.join(self.folder, ""))
-        if not is_inside or name.endswith(".lock"):
+        file_id = self.id_of(path)
+        if file_id is None:
             return None
-        if folder != self.folder or file_id == name or not _FILE_ID.fullmatch(file_id):
-            file_id = os.path.join(os.path.relpath(folder, self.folder), name)
         try:
             status = os.stat(path, follow_symlinks=False)
         except OSError:  # a client took it, or it was removed
@@ -187,6 +183,24 @@ class HiddenStatesStore:
         self._files[file_id] = StoredFile(path, status.st_size, touched, header_checksum(path))
         self.num_bytes += status.st_size
         return file_id
+
+    def id_of(self, path: str) -> str | None:
+        """Return the id that a file has in this store; None if it is outside the folder."""
+        folder, name = os.path.split(path)
+        folder, file_id = os.path.realpath(folder), name.removesuffix(_SUFFIX)
+        is_inside = os.path.join(folder, "").startswith(os.path.join(self.folder, ""))
+        if not is_inside or name.endswith(".lock"):
+            return None
+        if folder != self.folder or file_id == name or not _FILE_ID.fullmatch(file_id):
+            file_id = os.path.join(os.path.relpath(folder, self.folder), name)
+        return file_id
+
+    async def announce(self, path: str) -> None:
+        """Take in that this process has written a file: :meth:`url_for` adds it."""
+
+    async def admit(self) -> None:
+        """Do what :meth:`check_quota` does."""
+        self.check_quota()
 
     def find(self, file_id: str) -> StoredFile | None:
         """Return the file of an id; None if this server did not make it, or it is gone."""

@@ -16,6 +16,7 @@ import asyncio
 import select
 import sys
 import weakref
+from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any, ClassVar
 
@@ -65,6 +66,8 @@ class PromptHeadProtocol(HttpToolsProtocol):
     _is_lost = False
     _loss: Exception | None = None
     """The error that ended the connection; None if either side closed it."""
+    on_end: Callable[[], None] | None = None
+    """Called when the connection has ended."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -175,6 +178,8 @@ class PromptHeadProtocol(HttpToolsProtocol):
         self._loss = exc
         self._is_lost = True
         super().connection_lost(exc)
+        if self.on_end is not None:
+            self.on_end()
 
     def has_client(self) -> bool:
         """Return whether the client is still connected, as far as this machine knows."""

@@ -308,7 +308,7 @@ class RequestGate:
         if self._state.is_draining:
             return ApiError(503, "The server is shutting down; try another one, or try later")
         limit = self._settings.max_queued_requests
-        if is_generation and self._state.server_load >= limit:
+        if is_generation and self._state.load.total >= limit:
             return ApiError(
                 429,
                 f"{limit} requests are unfinished, the most this server accepts "
@@ -335,8 +335,11 @@ class RequestGate:
     async def _generate(self, exchange: Exchange) -> None:
         """Count the request and run :meth:`_pass_on`; cancel it, which aborts the request, when its
         time is over or its client disconnects."""
+        with self._state.load.one():
+            await self._pass_on_in_time(exchange)
+
+    async def _pass_on_in_time(self, exchange: Exchange) -> None:
         seconds = self._settings.request_timeout
-        self._state.server_load += 1
         try:
             async with asyncio.timeout(seconds) as deadline, exchange.while_connected():
                 await self._pass_on(exchange)
@@ -348,8 +351,6 @@ class RequestGate:
                 "(--request-timeout)"
             )
             await exchange.cut_off(ApiError(504, message))
-        finally:
-            self._state.server_load -= 1
 
     async def _pass_on(self, exchange: Exchange) -> None:
         """Let the endpoint answer; ignore its error about a body that was cut off."""

@@ -38,6 +38,7 @@ async def _measure(state: ServerState) -> bytes:
     if state.storage_folder is not None:  # a network disk may take its time
         free = await asyncio.to_thread(free_bytes, state.storage_folder)
         state.metrics.disk_free_bytes = free
+    await state.count_all()
     return generate_latest(state.metrics.registry)
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import json
-import logging
 import math
 import os
 import signal
@@ -19,18 +18,17 @@ import socket
 import ssl
 import stat
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
-import uvicorn
 import uvloop
 
 from vllm.entrypoints.openai.cli_args import ServerSettings
-from vllm.entrypoints.openai.http_protocol import limited_protocol
-from vllm.logger import adopt_logger, init_logger
+from vllm.entrypoints.openai.http_server import CLOSE_SECONDS, HttpServer, make_http_server
+from vllm.logger import init_logger
 from vllm.transformers_utils.chat_template import load_chat_template
 from vllm.utils.gc_utils import settle_garbage_collector
 from vllm.utils.text import check_text
@@ -41,6 +39,7 @@ from vllm.version import PRODUCT, VERSION
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.entrypoints.openai.http_processes import HttpProcesses
     from vllm.entrypoints.openai.state import ServerState
     from vllm.v1.engine.core_messages import CoreStarted
     from vllm.v1.metrics.prometheus import MeteredAsyncLLM
@@ -48,15 +47,10 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
-PROBES = ("/health", "/health/", "/ping", "/load", "/metrics", "/metrics/")
 EVERYWHERE = ("", "0.0.0.0", "::")
 POLL_SECONDS = 0.05
 LAST_WORDS_SECONDS = 1.0
 """Time that a server without an engine continues, so that clients and probes learn of it."""
-CLOSE_SECONDS = 3
-"""Time for connections to end after the last generation request."""
-KEEP_ALIVE_SECONDS = 65
-"""Longer than clients keep idle connections, so that they are the ones to close them."""
 
 
 class BoundSocket(NamedTuple):
@@ -182,17 +176,24 @@ def run_server(
             template = load_chat_template(settings.chat_template)
             bound = bind(settings)
             stack.callback(bound.close)
+            processes = None
+            if settings.api_server_count > 1:
+                from vllm.entrypoints.openai.http_processes import HttpProcesses
+
+                processes = HttpProcesses(settings.api_server_count)
+                stack.callback(processes.abandon)
             from vllm.v1.metrics.prometheus import MeteredAsyncLLM
 
             engine = MeteredAsyncLLM(
                 engine_args.create_engine_config(),
                 handle=core,
-                num_renderer_threads=settings.num_renderer_threads,
+                num_renderer_threads=settings.renderer_num_workers,
             )
             check_weight_transfer(settings, engine.vllm_config)
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
                 log_stats = not engine_args.disable_log_stats
-                return runner.run(Server(engine, settings, bound, core, template, log_stats).run())
+                server = Server(engine, settings, bound, core, template, log_stats, processes)
+                return runner.run(server.run())
         except (ValueError, EngineDeadError) as error:
             print(f"vllm serve: error: {error}", file=sys.stderr)
             return 1
@@ -200,23 +201,6 @@ def run_server(
 
 def _stop_start(signal_number: int, frame: FrameType | None) -> NoReturn:
     raise SystemExit(0)
-
-
-def _is_worth_a_line(record: logging.LogRecord) -> bool:
-    """Return False for successful probes and scrapes, of which there are several per minute.
-
-    uvicorn's arguments are client, method, path (with --root-path before it), HTTP version, status.
-    """
-    _, _, path, _, status = record.args or (None,) * 5
-    return status != 200 or not str(path).partition("?")[0].endswith(PROBES)
-
-
-class HttpServer(uvicorn.Server):
-    """uvicorn without its signal handlers; :class:`Server` handles signals."""
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
 
 @dataclass
@@ -229,6 +213,8 @@ class Server:
     core: CoreHandle
     chat_template: str | None = None
     log_stats: bool = True
+    processes: HttpProcesses | None = None
+    """The HTTP processes; None: this process serves."""
     _stop: asyncio.Event = field(default_factory=asyncio.Event)
     _background: list[asyncio.Task[None]] = field(default_factory=list)
 
@@ -303,29 +289,6 @@ class Server:
         state.adapters.check_modules(self.settings.lora_modules)
         return state
 
-    def _make_http_server(self, state: ServerState) -> HttpServer:
-        from vllm.entrypoints.openai.api_server import build_app
-
-        settings = self.settings
-        config = uvicorn.Config(
-            build_app(state),
-            http=limited_protocol(settings.max_head_bytes),
-            ws="none",
-            log_config=None,
-            log_level=settings.uvicorn_log_level,
-            access_log=not settings.disable_uvicorn_access_log,
-            root_path=settings.root_path,
-            ssl_keyfile=settings.ssl_keyfile,
-            ssl_certfile=settings.ssl_certfile,
-            ssl_ca_certs=settings.ssl_ca_certs,
-            ssl_cert_reqs=settings.ssl_cert_reqs,
-            timeout_keep_alive=KEEP_ALIVE_SECONDS,
-            timeout_graceful_shutdown=CLOSE_SECONDS,
-        )
-        adopt_logger("uvicorn")
-        logging.getLogger("uvicorn.access").addFilter(_is_worth_a_line)
-        return HttpServer(config)
-
     def _announce(self, state: ServerState) -> None:
         """Log that the server is ready, and start the background tasks."""
         from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging
@@ -341,7 +304,12 @@ class Server:
         logger.info("%s", startup_summary(state.facts, self.settings, self.bound.url))
 
     async def _serve(self, state: ServerState) -> int:
-        http = self._make_http_server(state)
+        http: HttpServer | HttpProcesses
+        if self.processes is None:
+            http = make_http_server(state)
+        else:
+            http = self.processes
+            http.attach(state)
         serving = asyncio.create_task(http.serve(sockets=[self.bound.socket]))
         try:
             await self._until(lambda: http.started or serving.done())
@@ -362,9 +330,10 @@ class Server:
             http.should_exit = True
             await asyncio.wait((serving,))
 
-    async def _drain(self, state: ServerState, http: HttpServer) -> int:
+    async def _drain(self, state: ServerState, http: HttpServer | HttpProcesses) -> int:
         """Let running requests finish; those that take too long end with an error."""
         state.is_draining = True
+        await http.share()
         timeout_seconds = self.settings.shutdown_timeout
         logger.info(
             "Shutting down: %d requests have %g s to finish, new ones get 503; a second signal "
@@ -379,7 +348,7 @@ class Server:
         )
         # uvicorn waits for other requests, such as downloads.
         remaining = math.ceil(deadline - loop.time())
-        http.config.timeout_graceful_shutdown = max(CLOSE_SECONDS, remaining)
+        http.allow(max(CLOSE_SECONDS, remaining))
         if self.engine.errored:
             return 1
         if state.server_load:
@@ -397,6 +366,8 @@ class Server:
             return
         logger.warning("Second signal: ending the server at once")
         self.core.end()
+        if self.processes is not None:
+            self.processes.abandon()
         self._remove_leftovers()
         self.bound.close()
         os._exit(128 + number)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 
@@ -36,6 +37,8 @@ class ServerMetrics(EngineMetrics):
         self.store: HiddenStatesStore | None = None
         self.disk_free_bytes: int | None = None
         """Room on the disk of the storage folder; None: there is no folder."""
+        self.of_others: list[dict[str, Any]] = []
+        """Counts of the server's other HTTP processes."""
 
     def count_response(self, status: int, endpoint: str) -> None:
         """Count a response; errors also count as failures of that status, and of the endpoint."""
@@ -47,6 +50,12 @@ class ServerMetrics(EngineMetrics):
 
     def collect(self) -> Iterator[Metric]:
         """Yield all metrics with their current values."""
+        total = copy.copy(self)
+        for counts in self.of_others:
+            total.add_counts(counts)
+        return total._collect()
+
+    def _collect(self) -> Iterator[Metric]:
         yield from super().collect()
         counter, gauge = CounterMetricFamily, GaugeMetricFamily
         counts, labels = self.responses, ("endpoint", "status")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -20,6 +20,7 @@ from vllm.entrypoints.openai.adapters import ServedAdapters
 from vllm.entrypoints.openai.errors import ApiError
 from vllm.entrypoints.openai.row_memory import RowMemory
 from vllm.entrypoints.openai.served_weights import ServedWeights
+from vllm.entrypoints.openai.server_load import ServerLoad
 from vllm.entrypoints.openai.steering_store import SteeringStore
 from vllm.transformers_utils.tokenizer import make_decoder
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -31,6 +32,10 @@ if TYPE_CHECKING:
     from vllm.entrypoints.openai.server_metrics import ServerMetrics
 
 T = TypeVar("T")
+
+
+async def nothing_to_share() -> None:
+    """Do nothing: the server has one HTTP process."""
 
 
 @dataclass
@@ -48,8 +53,7 @@ class ServerState:
     """Names and values that do not change, such as the dtype, for the status page."""
     storage_folder: str | None = None
     """Folder of the connector's files."""
-    server_load: int = 0
-    """Number of generation requests in progress, including streams."""
+    load: ServerLoad = field(default_factory=ServerLoad)
     is_draining: bool = False
     started_seconds: int = field(default_factory=lambda: int(time.time()))
     """Unix time of the start."""
@@ -58,10 +62,28 @@ class ServerState:
     adapters: ServedAdapters = field(init=False)
     weights: ServedWeights = field(init=False)
 
+    share: Callable[[], Awaitable[None]] = nothing_to_share
+    """Waits until all HTTP processes of the server have what :meth:`shared` returns."""
+    count_all: Callable[[], Awaitable[None]] = nothing_to_share
+    """Lets ``metrics`` take in the counts of all HTTP processes."""
+
     def __post_init__(self) -> None:
         self.steering = SteeringStore(self.settings, self.engine)
         self.adapters = ServedAdapters(self.engine, self.served_model_names)
         self.weights = ServedWeights(self.settings, self.engine)
+
+    @property
+    def server_load(self) -> int:
+        """Number of generation requests in progress, including streams."""
+        return self.load.total
+
+    def shared(self) -> tuple[object, ...]:
+        """Return what all HTTP processes have to know of changes since the start."""
+        return self.is_draining, self.adapters.served, self.steering.stored
+
+    def take_shared(self, shared: tuple[Any, ...]) -> None:
+        """Take over what :meth:`shared` has returned in another process."""
+        self.is_draining, self.adapters.served, self.steering.stored = shared
 
     async def beside_loop(
         self, request: Request, function: Callable[..., T], *arguments: object

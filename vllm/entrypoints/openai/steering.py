@@ -78,4 +78,5 @@ async def get_vector(name: str, state: State) -> SteeringVectorCard:
 async def delete_vector(name: str, state: State) -> dict[str, Any]:
     """Forget vectors. Requests that have begun keep them."""
     state.steering.remove(name)
+    await state.share()
     return {"id": name, "object": "steering_vector", "deleted": True}

@@ -47,12 +47,13 @@ class SteeringStore:
     def __init__(self, settings: ServerSettings, engine: AsyncLLM) -> None:
         self._settings = settings
         self._engine = engine
-        self._stored: dict[str, _Stored] = {}
+        self.stored: dict[str, _Stored] = {}
+        """By name."""
         for item in settings.steering_vectors:
             name, _, path = item.partition("=")
-            if name in self._stored:
+            if name in self.stored:
                 raise ValueError(f"steering_vectors: the name {name!r} comes twice; leave one out")
-            self._stored[_checked_name(name)] = self._checked(SteeringVector.from_file(path))
+            self.stored[_checked_name(name)] = self._checked(SteeringVector.from_file(path))
 
     def find(self, name: str) -> SteeringVector:
         """Return the vectors of a name. ApiError: there are none."""
@@ -64,14 +65,14 @@ class SteeringStore:
 
     def cards(self) -> list[SteeringVectorCard]:
         """Describe all vectors."""
-        return [stored.card(name) for name, stored in self._stored.items()]
+        return [stored.card(name) for name, stored in self.stored.items()]
 
     def put(self, name: str, vector: SteeringVector) -> None:
         """Keep vectors from a client. ValueError or ApiError: they cannot be kept."""
         self._check_uploads()
         name = _checked_name(name)
         stored, settings = self._checked(vector), self._settings
-        others = [one for other, one in self._stored.items() if other != name]
+        others = [one for other, one in self.stored.items() if other != name]
         if len(others) >= settings.max_steering_vectors:
             raise bad_request(
                 f"{len(others)} steering vectors are kept, and --max-steering-vectors is "
@@ -83,18 +84,18 @@ class SteeringStore:
                 f"steering vectors would take {num_bytes:,} bytes, and --max-steering-mib is "
                 f"{settings.max_steering_mib:g}: delete some, or give them inline in requests"
             )
-        self._stored[name] = stored
+        self.stored[name] = stored
 
     def remove(self, name: str) -> None:
         """Forget the vectors of a name. ApiError: there are none."""
         self._check_uploads()
         self._find(name)
-        del self._stored[name]
+        del self.stored[name]
 
     def _find(self, name: str) -> _Stored:
-        stored = self._stored.get(name)
+        stored = self.stored.get(name)
         if stored is None:
-            names = sorted(self._stored)
+            names = sorted(self.stored)
             known = f"there are {', '.join(names[:_NAMES_TOLD])}" if names else "there are none"
             known += f" and {len(names) - _NAMES_TOLD} others" if len(names) > _NAMES_TOLD else ""
             near = did_you_mean(name, names)

@@ -28,6 +28,7 @@ from vllm.v1.engine.core_messages import (
     AddRequest,
     AnsweredCommand,
     CallWorkers,
+    CoreCommand,
     CoreReport,
     CoreStarted,
     EngineStats,
@@ -37,6 +38,7 @@ from vllm.v1.engine.core_messages import (
     ThawRequests,
 )
 from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.engine.guests import Guests
 from vllm.v1.engine.input_processor import ProcessedInput
 from vllm.v1.engine.request_stream import RequestStream, UndeliveredFiles
 from vllm.v1.engine.worker_calls import AsyncWorkerCalls, PauseMode, PendingCalls
@@ -66,14 +68,18 @@ class AsyncLLM(AsyncExtraction, AsyncWorkerCalls):
         self,
         vllm_config: VllmConfig,
         *,
-        handle: CoreHandle | None = None,
+        handle: AnyCoreHandle | None = None,
         num_renderer_threads: int = 2,
     ) -> None:
+        """handle: the first core, or what stands for all of them: see :mod:`.guests`."""
         parallel = vllm_config.parallel_config
         self._engine_files: EngineFiles | None = None
         if parallel.enable_expert_parallel and parallel.data_parallel_size > 1:
             self._engine_files = EngineFiles()
-        self._handles = self._start_cores(vllm_config, handle or CoreHandle(), self._engine_files)
+        handle = handle or CoreHandle()
+        self._handles: Sequence[AnyCoreHandle] = [handle]
+        if isinstance(handle, CoreHandle):
+            self._handles = self._start_cores(vllm_config, handle, self._engine_files)
         try:
             super().__init__(vllm_config, num_renderer_threads)
         except BaseException:
@@ -98,6 +104,9 @@ class AsyncLLM(AsyncExtraction, AsyncWorkerCalls):
         self._may_begin.set()
         self._is_frozen = False
         self._calls = PendingCalls()
+        self._guests: Guests | None = None
+        self.on_guest_file: list[Callable[[str], object]] = []
+        """Called with the path of each file that a guest's request has written."""
 
     @staticmethod
     def _start_cores(
@@ -212,6 +221,8 @@ class AsyncLLM(AsyncExtraction, AsyncWorkerCalls):
             self._end_streams("the engine was shut down")
         self._death = self._death or "the engine was shut down"
         client, self._client = self._client, None
+        if self._guests is not None:
+            self._guests.close()
         if client is None:
             for handle in self._handles:
                 await asyncio.to_thread(handle.end)
@@ -303,10 +314,32 @@ class AsyncLLM(AsyncExtraction, AsyncWorkerCalls):
                 self._abort(processed.request.request_id)
                 stream.files.discard()
 
-    async def _submit(self, processed: ProcessedInput, stream: RequestStream) -> None:
-        self._check_loop()
+    @property
+    def guests(self) -> Guests:
+        """The front ends in other processes. The engine has started."""
+        if self._guests is None:
+            self._guests = Guests(self)
+        return self._guests
+
+    @property
+    def may_begin(self) -> bool:
+        """True unless requests wait for the end of a pause."""
+        return self._may_begin.is_set()
+
+    async def wait_until_may_begin(self) -> None:
+        """Wait until there is no pause."""
         while not self._may_begin.is_set():  # it may be paused again before this task goes on
             await self._may_begin.wait()
+
+    async def send(self, command: CoreCommand) -> None:
+        """Send a command of a guest. EngineDeadError: the core is gone."""
+        if self._client is None:
+            raise EngineDeadError(self._death or "the engine is not running")
+        await self._client.send(command)
+
+    async def _submit(self, processed: ProcessedInput, stream: RequestStream) -> None:
+        self._check_loop()
+        await self.wait_until_may_begin()
         client = self._client
         if client is None or self._death is not None:
             raise EngineDeadError(self._death or "the engine is not running")
@@ -430,10 +463,17 @@ class AsyncLLM(AsyncExtraction, AsyncWorkerCalls):
         """Abort or complete requests under way; frozen ones go on when they are resumed."""
         for request_id in list(self._streams) if mode == "abort" else ():
             await self.abort(request_id)
-        while not self._is_frozen and self.output_processor.get_num_unfinished_requests():
+        if mode == "abort" and self._guests is not None:
+            await self._guests.abort_all()
+        while not self._is_frozen and self._num_unfinished_requests:
             await self.check_health()
             await asyncio.sleep(_PAUSE_POLL_SECONDS)
         await asyncio.gather(*self._background)  # the core hears of their ends before what follows
+
+    @property
+    def _num_unfinished_requests(self) -> int:
+        num_of_guests = 0 if self._guests is None else self._guests.num_unfinished_requests
+        return self.output_processor.get_num_unfinished_requests() + num_of_guests
 
     async def reset_prefix_cache(self, *, reset_connector: bool = False) -> None:
         """Forget every cached prefix; with ``reset_connector`` also what the KV connector keeps."""
@@ -446,6 +486,8 @@ class AsyncLLM(AsyncExtraction, AsyncWorkerCalls):
             listener(self.stats)
         events = events_from_message(report.kv_cache_events) if self.on_kv_cache_events else []
         self._notify_listeners(report.kv_connector_stats, events)
+        if self._guests is not None:
+            report = self._guests.take(report)
         for core_id, failure in report.rejected.items():
             self._reject(core_id, failure)
         for answer in report.answers:

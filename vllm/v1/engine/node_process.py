@@ -53,7 +53,7 @@ def run_node(config: VllmConfig) -> int:
 
     ValueError: it is not found, or does not take this node.
     """
-    if config.parallel_config.data_parallel_size > 1:
+    if config.parallel_config.data_parallel_size > 1 and config.parallel_config.nnodes == 1:
         return NodeOfEngines(config).run()
     return NodeOfRanks(config).run()
 

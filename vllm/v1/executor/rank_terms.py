@@ -29,6 +29,7 @@ def terms_of(vllm_config: VllmConfig) -> dict[str, str]:
         "prefill_context_parallel_size",
         "pipeline_parallel_size",
         "data_parallel_size",
+        "data_parallel_rank",
         "nnodes",
     )
     terms = {

@@ -100,6 +100,12 @@ class Histogram:
         self._counts[bisect_left(self._bounds, value)] += count
         self._sum += value * count
 
+    def __add__(self, other: Histogram) -> Histogram:
+        total = Histogram(self._bounds)
+        total._counts = [a + b for a, b in zip(self._counts, other._counts, strict=True)]
+        total._sum = self._sum + other._sum
+        return total
+
     def family(self, name: str, about: str, labels: dict[str, str]) -> Metric:
         """Return it in Prometheus' form, in which each bucket includes the smaller ones."""
         family = HistogramMetricFamily(name, about, labels=list(labels))
@@ -107,6 +113,25 @@ class Histogram:
         buckets = list(zip(names, map(float, accumulate(self._counts)), strict=True))
         family.add_metric(list(labels.values()), buckets, self._sum)
         return family
+
+
+def _is_count(value: object) -> bool:
+    is_by_name = isinstance(value, dict) and not any(isinstance(one, str) for one in value.values())
+    return isinstance(value, Histogram) or is_by_name
+
+
+def _total(one: Any, other: Any) -> Any:
+    """Return the sum of counts of two processes; of times the later one."""
+    if isinstance(one, Histogram):
+        return one + other
+    if isinstance(one, Counter):  # a sum of counters has no zeros
+        return Counter({key: one[key] + other[key] for key in {**one, **other}})
+    if isinstance(one, dict):
+        return {
+            key: _total(one[key], other[key]) if key in one and key in other else value
+            for key, value in {**one, **other}.items()
+        }
+    return max(one, other)
 
 
 class RequestTimes:
@@ -200,6 +225,15 @@ class EngineMetrics(Collector):
         self.last_failure_time: dict[str, float] = {}
         self.registry = CollectorRegistry(auto_describe=False)
         self.registry.register(self)
+
+    def counts(self) -> dict[str, Any]:
+        """Return everything that is counted in this process, to be sent to another."""
+        return {name: value for name, value in vars(self).items() if _is_count(value)}
+
+    def add_counts(self, counts: Mapping[str, Any]) -> None:
+        """Add the counts of another process."""
+        for name, value in counts.items():
+            setattr(self, name, _total(getattr(self, name), value))
 
     def follow_connector(self, vllm_config: VllmConfig) -> Callable[[dict[str, Any]], None]:
         """Add the KV connector's own metrics; returns the function that takes its stats."""
