@@ -156,8 +156,6 @@ class KVCacheManager:
             needed += manager.num_missing(
                 request_id, num_tokens, num_found=num_found, num_known=num_known
             )
-        if not needed and not hit:
-            return True  # the case of most decoded tokens
         free = self.pool.num_free_blocks
         if hit:
             free -= self.pool.num_unheld(hit.shared_blocks)
@@ -168,6 +166,13 @@ class KVCacheManager:
         for manager in managers:
             manager.extend(request_id, num_tokens, num_known)
         recurrent.extend(request_id)
+        return True
+
+    def has_blocks(self, request_id: str, num_tokens: int) -> bool:
+        """Return whether a running request has blocks for so many tokens. Mostly it has."""
+        for manager in self.coordinator.token_managers:
+            if len(manager.tables[request_id]) * manager.tokens_per_block < num_tokens:
+                return False
         return True
 
     def _adopt(self, request_id: str, hit: PrefixHit, num_known: int) -> None:

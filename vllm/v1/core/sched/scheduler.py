@@ -271,14 +271,17 @@ class Scheduler:
             if count == 0:
                 continue
             self.kv_cache_manager.release_unneeded(request)
-            before = self.kv_cache_manager.block_counts(request.request_id)
-            while not self.kv_cache_manager.allocate(request, computed + count):
-                victim = self._choose_victim()
-                index -= self.running.index(victim) < index
-                self._preempt(victim, step)
-                if victim is request:
-                    return
-            step.add_known(request, count, before)
+            new_blocks = None
+            if not self.kv_cache_manager.has_blocks(request.request_id, computed + count):
+                before = self.kv_cache_manager.block_counts(request.request_id)
+                while not self.kv_cache_manager.allocate(request, computed + count):
+                    victim = self._choose_victim()
+                    index -= self.running.index(victim) < index
+                    self._preempt(victim, step)
+                    if victim is request:
+                        return
+                new_blocks = self.kv_cache_manager.block_ids(request.request_id, before)
+            step.add_known(request, count, new_blocks)
 
     def _choose_victim(self) -> Request:
         if self.config.policy == "priority":
@@ -457,7 +460,7 @@ class Scheduler:
         if request.request_id in self._known_to_workers:
             # All of its blocks are new.
             step.output.scheduled_cached_reqs.resumed_req_ids.add(request.request_id)
-            step.add_known(request, count, None)
+            step.add_known(request, count, self.kv_cache_manager.block_ids(request.request_id))
             return
         self._known_to_workers.add(request.request_id)
         step.add_new(request, count)

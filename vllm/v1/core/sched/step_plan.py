@@ -52,16 +52,13 @@ class StepPlan:
         )
         self._take(request, count)
 
-    def add_known(self, request: Request, count: int, before: tuple[int, ...] | None) -> None:
-        """Put a request that the workers know into the step.
-
-        ``before``: its block counts that the workers know; None: send all its blocks.
-        """
-        request_id = request.request_id
-        changed = before is None or before != self.manager.block_counts(request_id)
+    def add_known(
+        self, request: Request, count: int, new_blocks: tuple[list[int], ...] | None
+    ) -> None:
+        """Put a request that the workers know into the step, with blocks that they do not know."""
         cached = self.output.scheduled_cached_reqs
-        cached.req_ids.append(request_id)
-        cached.new_block_ids.append(self.manager.block_ids(request_id, before) if changed else None)
+        cached.req_ids.append(request.request_id)
+        cached.new_block_ids.append(new_blocks)
         cached.num_computed_tokens.append(request.num_computed_tokens)
         cached.num_output_tokens.append(request.num_output_tokens)
         self._take(request, count)
