@@ -30,6 +30,8 @@ demo: $(PACKAGE_STAMP)
 
 # Tests make their own models; no test may reach for the network.
 test: export HF_HUB_OFFLINE := 1
+# Tests start hundreds of processes; each would compile the package again.
+test: export PYTHONDONTWRITEBYTECODE :=
 ifeq ($(TEST_WORKERS),1)
 test: $(TEST_STAMP)
 	$(VENV_PYTHON) -m pytest $(SELECTION) $(TESTS) $(PYTEST_ARGS)

@@ -1,12 +1,6 @@
-// Meetings and messages of the processes of one machine, in memory that they share.
-#include <linux/futex.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-
+// Meetings of the processes of one machine, in memory that they share.
 #include <algorithm>
 #include <chrono>
-#include <climits>
-#include <ctime>
 #include <thread>
 
 #include "operation.h"
@@ -55,32 +49,8 @@ void meet_ranks(const Tensor& flags, int64_t rank, int64_t turn, int64_t microse
   *data_of<int64_t>(state) = result;
 }
 
-// The half of a cell that changes with every value, on CPUs that store low bytes first.
-long futex(int64_t* cell, int operation, uint32_t value, const timespec* time) {
-  return syscall(SYS_futex, reinterpret_cast<uint32_t*>(cell), operation, value, time, nullptr, 0);
-}
-
-void tell_processes(const Tensor& cells, int64_t row, int64_t value, const Tensor& woken) {
-  int64_t* const cell = data_of<int64_t>(cells) + row * cells.size(1);
-  __atomic_store_n(cell, value, __ATOMIC_SEQ_CST);
-  *data_of<int64_t>(woken) = std::max(futex(cell, FUTEX_WAKE, INT_MAX, nullptr), 0L);
-}
-
-void wait_for_change(const Tensor& cells, int64_t row, int64_t seen, int64_t microseconds,
-                     const Tensor& value) {
-  int64_t* const cell = data_of<int64_t>(cells) + row * cells.size(1);
-  const auto read = [&] { return __atomic_load_n(cell, __ATOMIC_SEQ_CST); };
-  if (read() == seen) {
-    const timespec time = {time_t(microseconds / 1000000), long(microseconds % 1000000 * 1000)};
-    futex(cell, FUTEX_WAIT, uint32_t(seen), &time);
-  }
-  *data_of<int64_t>(value) = read();
-}
-
 }  // namespace
 
 VLLM_OPERATION(meet_ranks)
-VLLM_OPERATION(tell_processes)
-VLLM_OPERATION(wait_for_change)
 
 }  // namespace vllm

@@ -16,7 +16,6 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -146,31 +145,34 @@ def measure_plans(folder: Path, ranks: int, steps: int) -> list[PlanTimes]:
     ]
 
 
-def _note_arrivals(place: BroadcastPlace, answers: Connection) -> None:
+def _note_arrivals(place: BroadcastPlace, arrivals: Any) -> None:
     receiver = BroadcastReceiver(place)
-    answers.send(None)
+    arrivals[place.reader] = time.monotonic()
     while receiver.receive():
-        answers.send(time.monotonic())
+        arrivals[place.reader] = time.monotonic()
 
 
 def measure_calls(ranks: int, steps: int) -> list[PlanTimes]:
     """Measure the way of messages as long as a plan to processes that do nothing but wait."""
-    sender, processes, answers = BroadcastSender(ranks - 1), [], []
     context = multiprocessing.get_context("fork")  # processes with the memory's descriptor
-    for place in sender.places:
-        here, there = context.Pipe()
-        processes.append(context.Process(target=_note_arrivals, args=(place, there), daemon=True))
-        processes[-1].start()
-        answers.append(here)
-    for one in answers:
-        one.recv()
+    sender, arrivals = BroadcastSender(ranks - 1), context.Array("d", ranks - 1, lock=False)
+    processes = [
+        context.Process(target=_note_arrivals, args=(place, arrivals), daemon=True)
+        for place in sender.places
+    ]
+    for process in processes:
+        process.start()
+    while not all(arrivals):
+        time.sleep(PAUSE_SECONDS)
     times = []
     for _ in range(steps):
         time.sleep(PAUSE_SECONDS)
         begin, cpu = time.monotonic(), time.thread_time()
         sender.send(b"x" * PLAN_BYTES, _wait_for_reader)
         cpu = time.thread_time() - cpu
-        times.append(PlanTimes(cpu, max(one.recv() for one in answers) - begin))
+        while min(arrivals) < begin:
+            time.sleep(PAUSE_SECONDS)
+        times.append(PlanTimes(cpu, max(arrivals) - begin))
     sender.send(b"", _wait_for_reader)
     for process in processes:
         process.join()

@@ -6,21 +6,25 @@ each reader has taken. A message is longer than the ring if need be: it is writt
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
+import platform
 from collections.abc import Callable
 from typing import NamedTuple
 
-import torch
-
-from vllm.ops.ranks import tell_processes, wait_for_change
 from vllm.utils.math_utils import cdiv
 
 RING_BYTES = 2**20
 _CELL_BYTES = 64
+"""A cell has a cache line of its own."""
 _LENGTH_BYTES = 8
-_LOOK_MICROSECONDS = 200_000
+_LOOK_NANOSECONDS = 200_000_000
 """Time between two looks whether the readers still run."""
+_IS_X86 = platform.machine() in ("x86_64", "AMD64")
+_FUTEX = 202 if _IS_X86 else 98
+"""The number of Linux' system call."""
+_WAIT, _WAKE, _ALL = 0, 1, 2**31 - 1
 
 
 class BroadcastPlace(NamedTuple):
@@ -37,26 +41,47 @@ class _Ring:
         """ValueError: there is not enough memory."""
         num_bytes = _ring_bytes(num_readers)
         try:
-            self._map = mmap.mmap(file_descriptor, num_bytes)
+            memory = mmap.mmap(file_descriptor, num_bytes)
         except OSError as error:
             raise ValueError(
                 f"{num_bytes} bytes of memory for {num_readers + 1} ranks cannot be had "
                 f"({error.strerror}); lower tensor_parallel_size, or data_parallel_size"
             ) from error
-        start = num_bytes - RING_BYTES
-        cells = torch.frombuffer(self._map, dtype=torch.int64, count=start // 8).view(-1, 8)
-        self.cells = cells[: num_readers + 1]
-        """[1 + readers, 8]: the writer's number of bytes, then those of the readers."""
-        self.data = memoryview(self._map)[start:]
-        self._result = torch.zeros(1, dtype=torch.int64)
+        self.data = memoryview(memory)[num_bytes - RING_BYTES :]
+        cells = [
+            ctypes.c_uint64.from_buffer(memory, n * _CELL_BYTES) for n in range(1 + num_readers)
+        ]
+        self.cells = cells
+        """The writer's number of bytes, then those of the readers."""
+        self._places = [ctypes.c_void_p(ctypes.addressof(cell)) for cell in cells]
+        self._time = (ctypes.c_long * 2)(0, _LOOK_NANOSECONDS)
+        self._call = ctypes.CDLL(None).syscall
+        self._call.argtypes = (
+            *(ctypes.c_long, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32),
+            *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int),
+        )
 
     def tell(self, row: int, num_bytes: int) -> None:
-        tell_processes(self.cells, row, num_bytes, self._result)
+        """Set a cell, and wake whoever waits for its change."""
+        self._fence(row)
+        self.cells[row].value = num_bytes
+        self._call(_FUTEX, self._places[row], _WAKE, _ALL, None, None, 0)
 
     def wait(self, row: int, seen: int) -> int:
         """Wait a moment for another number than ``seen``; returns the number."""
-        wait_for_change(self.cells, row, seen, _LOOK_MICROSECONDS, self._result)
-        return int(self._result)
+        if self.cells[row].value == seen:
+            # The half of the cell that changes with every number.
+            low = seen & 0xFFFFFFFF
+            self._call(_FUTEX, self._places[row], _WAIT, low, self._time, None, 0)
+        now = self.cells[row].value
+        self._fence(row)
+        return now
+
+    def _fence(self, row: int) -> None:
+        """Keep accesses before it before those after it. x86 does so by itself for these; elsewhere
+        the system call does, because it has to look for processes that wait."""
+        if not _IS_X86:
+            self._call(_FUTEX, self._places[row], _WAKE, 0, None, None, 0)
 
 
 class BroadcastSender:
@@ -100,9 +125,9 @@ class BroadcastSender:
 
     def _wait_for_room(self, look: Callable[[int], None]) -> None:
         while True:
-            of_readers = self._ring.cells[1:, 0]
-            slowest = int(of_readers.argmin())
-            self._read = int(of_readers[slowest])
+            of_readers = [cell.value for cell in self._ring.cells[1:]]
+            self._read = min(of_readers)
+            slowest = of_readers.index(self._read)
             if self._written - self._read < RING_BYTES:
                 return
             if self._ring.wait(1 + slowest, self._read) == self._read:

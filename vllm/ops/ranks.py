@@ -1,4 +1,4 @@
-"""Meetings and messages of the processes of one machine, in memory that they share."""
+"""Meetings of the processes of one machine, in memory that they share."""
 
 from __future__ import annotations
 
@@ -45,52 +45,3 @@ def meet_ranks(
 def _(flags: torch.Tensor, rank: int, state: torch.Tensor) -> None:
     assert flags.dtype == state.dtype == torch.int64 and flags.is_contiguous()
     assert flags.shape[1:] == (8,) and 0 <= rank < len(flags) - 1 and state.shape == (1,)
-
-
-@operation
-def tell_processes(cells: torch.Tensor, row: int, value: int, woken: Written) -> None:
-    """Set a cell, and wake the processes that wait for its change.
-
-    What this process wrote before is seen by those that see the value.
-
-    Args:
-        cells: int64 [rows, 8], shared by all processes; the first of a row is used.
-        woken: int64 [1]: the number of those that were waiting.
-
-    The body relies on stores that are seen in their order, as on x86, and wakes nobody: its
-    counterpart looks by itself.
-    """
-    cells[row, 0] = value
-    woken.zero_()
-
-
-@tell_processes.contract
-def _(cells: torch.Tensor, row: int, woken: torch.Tensor) -> None:
-    _check_cell(cells, row, woken)
-
-
-@operation
-def wait_for_change(
-    cells: torch.Tensor, row: int, seen: int, microseconds: int, value: Written
-) -> None:
-    """Wait until a cell has another value than ``seen``, about ``microseconds`` at most; it may
-    return before that.
-
-    Args:
-        cells: int64 [rows, 8], as in :func:`tell_processes`.
-        value: int64 [1]: the value that the cell has in the end.
-    """
-    end = time.monotonic() + microseconds / 1e6
-    while int(cells[row, 0]) == seen and time.monotonic() < end:
-        time.sleep(1e-4)
-    value.copy_(cells[row, :1])
-
-
-@wait_for_change.contract
-def _(cells: torch.Tensor, row: int, value: torch.Tensor) -> None:
-    _check_cell(cells, row, value)
-
-
-def _check_cell(cells: torch.Tensor, row: int, result: torch.Tensor) -> None:
-    assert cells.dtype == result.dtype == torch.int64 and cells.is_contiguous()
-    assert cells.shape[1:] == (8,) and 0 <= row < len(cells) and result.shape == (1,)
