@@ -1,4 +1,4 @@
-"""One of several HTTP processes of a server: ``python -m vllm.entrypoints.openai.http_process``.
+"""One of several HTTP processes of a server (:mod:`vllm.utils.child_process`).
 
 It gets connections from the server's process (``http_processes.py``), whose engine it shares as a
 guest (``v1/engine/guests.py``). It answers the requests that take its time: those that run the
@@ -13,7 +13,6 @@ import asyncio
 import os
 import signal
 import socket
-import sys
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -262,17 +261,12 @@ class HttpProcess:
         self._http.should_exit = True
 
 
-def main() -> int:
+def main(folder: str) -> int:
     # Signals may reach the whole process group; the server's process decides what they mean.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    folder = sys.argv[1]
     settings: HttpProcessSettings = receive_settings(folder)
     set_log_format(settings.log_format)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(HttpProcess(settings, folder).run())
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
