@@ -20,6 +20,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from vllm.utils.gc_utils import without_garbage_collection
+from vllm.utils.log_tail import LogTail
 
 
 def private_folder(prefix: str) -> str:
@@ -37,6 +38,7 @@ class ChildProcess:
     """A process that runs ``main(folder)`` of a module. The folder is removed at its end.
 
     It inherits these file descriptors, with their numbers. environment: None: this process's.
+    What it writes to standard error is passed on, and its last lines are kept.
     """
 
     def __init__(
@@ -49,9 +51,12 @@ class ChildProcess:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "vllm.utils.child_process", module, folder],
             stdin=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             pass_fds=file_descriptors,
             env=environment,
         )
+        assert self._process.stderr is not None
+        self._tail = LogTail(self._process.stderr)
         self._cleanup = weakref.finalize(self, _end_process, self._process, folder)
 
     @property
@@ -62,6 +67,11 @@ class ChildProcess:
     def status(self) -> int | None:
         """Its exit status, negative for a signal; None while it runs."""
         return self._process.poll()
+
+    @property
+    def last_lines(self) -> str:
+        """The last lines of its standard error, once it has ended, without mere information."""
+        return self._tail.text
 
     @property
     def is_alive(self) -> bool:
@@ -99,6 +109,11 @@ def _end_process(process: subprocess.Popen[bytes], folder: str) -> None:
 def ending_of(noun: str, number: int, status: int) -> str:
     """Say how the process of a rank or an engine ended."""
     return f"the process of {noun} {number} ended with status {status}"
+
+
+def with_last_lines(ending: str, last_lines: str) -> str:
+    """Add what a process has written before its end, if that says something."""
+    return f"{ending}; the end of its log:\n{last_lines}" if last_lines else ending
 
 
 def receive_settings(folder: str) -> Any:

@@ -16,7 +16,7 @@ import zmq.asyncio
 
 from vllm.exceptions import FailureKind
 from vllm.logger import init_logger, log_format
-from vllm.utils.child_process import ChildProcess, private_folder
+from vllm.utils.child_process import ChildProcess, private_folder, with_last_lines
 from vllm.utils.stop_watch import StopWatch
 from vllm.v1.engine.core_messages import (
     CoreCommand,
@@ -105,7 +105,8 @@ class CoreHandle(ChildProcess, AnyCoreHandle):
             raise EngineDeadError("the engine core's process ended before it started") from None
 
     def wait_for_end(self) -> str:
-        return f"the engine core's process ended with status {self.wait()}"
+        ending = f"the engine core's process ended with status {self.wait()}"
+        return with_last_lines(ending, self.last_lines)
 
     def bind(self, commands: zmq.Socket[Any], reports: zmq.Socket[Any]) -> None:
         commands.bind(command_address(self._folder))

@@ -124,7 +124,7 @@ class Node(ABC):
         def report(number: int, child: ChildProcess) -> None:
             status = child.wait()
             with suppress(OSError):
-                send({"child": number, "status": status})
+                send({"child": number, "status": status, "last_lines": child.last_lines})
 
         for number, child in self._children.items():
             threading.Thread(target=report, args=(number, child), daemon=True).start()

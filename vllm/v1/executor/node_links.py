@@ -21,7 +21,7 @@ import zmq
 
 from vllm import envs
 from vllm.config import ParallelConfig
-from vllm.utils.child_process import ending_of
+from vllm.utils.child_process import ending_of, with_last_lines
 
 HANDSHAKE_SECONDS = 10.0
 BACKLOG = 128
@@ -150,8 +150,8 @@ class NodeLink:
                         self.stopped = set(message["stopped"])
                         continue
                     child = message["child"]
-                    ending = ending_of(self._noun, child, message["status"])
-                    self._endings[child] = f"{ending} on {self.name}"
+                    ending = f"{ending_of(self._noun, child, message['status'])} on {self.name}"
+                    self._endings[child] = with_last_lines(ending, str(message["last_lines"]))
                     self._changed.notify_all()
         with self._changed:
             self._is_gone = True

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import zmq
 
 from vllm.distributed.broadcast import BroadcastSender
-from vllm.utils.child_process import ChildProcess, ending_of, private_folder
+from vllm.utils.child_process import ChildProcess, ending_of, private_folder, with_last_lines
 from vllm.v1.executor.rank_messages import RankAnswer, RankSettings
 from vllm.v1.outputs import KVConnectorOutput
 
@@ -145,7 +145,10 @@ class RankProcess(RankClient):
     @property
     def ending(self) -> str | None:
         status = self._process.status
-        return None if status is None else ending_of("rank", self.rank, status)
+        if status is None:
+            return None
+        ending = ending_of("rank", self.rank, status)
+        return with_last_lines(ending, self._process.last_lines)
 
     def wait_for_end(self) -> None:
         self._process.wait()
