@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import itertools
+import math
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -65,6 +67,26 @@ def poison(llm: LLM) -> None:
         pool[list(blocks)] = -1
 
     core.scheduler.kv_cache_manager.pool.on_recycle = fill
+
+
+@contextmanager
+def failing_allocations(llm: LLM, most: float = math.inf) -> Iterator[None]:
+    """Let every seventh allocation of blocks fail, ``most`` in all, so that requests are preempted.
+
+    Each running request allocates in each step, also if it has its blocks.
+    """
+    manager, calls = core_of(llm).scheduler.kv_cache_manager, itertools.count()
+    allocate = manager.allocate
+
+    def fail_at_times(*args: Any, **options: Any) -> Any:
+        call = next(calls)
+        return (call > most * 7 or call % 7 != 6) and allocate(*args, **options)
+
+    manager.allocate, manager.has_blocks = fail_at_times, lambda *_: False
+    try:
+        yield
+    finally:
+        del manager.allocate, manager.has_blocks
 
 
 def check_nothing_is_left(llm: LLM) -> None:

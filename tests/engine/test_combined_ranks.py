@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -16,6 +16,7 @@ from tests.engine.harness import (
     core_of,
     engine,
     extraction_config,
+    failing_allocations,
     greedy,
     random_prompts,
     rows_of,
@@ -97,15 +98,6 @@ class Results(NamedTuple):
     tokens: list[list[int]]
 
 
-def preempt_often(llm: LLM) -> Iterator[None]:
-    """Let a seventh of all allocations fail."""
-    manager = core_of(llm).scheduler.kv_cache_manager
-    allocate, calls = manager.allocate, iter(range(10**6))
-    manager.allocate = lambda *a, **k: next(calls) % 7 != 6 and allocate(*a, **k)
-    yield
-    manager.allocate = allocate
-
-
 def run(checkpoint: Path, folder: Path, **options: Any) -> Results:
     files = extraction_config(LAYERS, folder)
     with engine(checkpoint, **OPTIONS, **files, **options) as llm:
@@ -116,10 +108,8 @@ def run(checkpoint: Path, folder: Path, **options: Any) -> Results:
         llm.reset_prefix_cache()
         together = llm.generate(PROMPTS, greedy(6), use_tqdm=False)
         llm.reset_prefix_cache()
-        preempting = preempt_often(llm)
-        next(preempting)
-        preempted = llm.generate(PROMPTS, greedy(6), use_tqdm=False)
-        next(preempting, None)
+        with failing_allocations(llm):
+            preempted = llm.generate(PROMPTS, greedy(6), use_tqdm=False)
         assert core_of(llm).scheduler._totals.num_preemptions
     assert hit.num_cached_tokens is not None
     return Results(

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,6 +12,7 @@ from tests.engine.harness import (
     core_of,
     engine,
     extraction_config,
+    failing_allocations,
     greedy,
     random_prompts,
     rows_of,
@@ -21,21 +20,9 @@ from tests.engine.harness import (
 )
 from tests.grids import at_night
 from tests.models.families import SLICE
-from vllm import LLM
 
 LAYERS = [4, 0, 2]
 PROMPT, *OTHERS = random_prompts(17, [150, 90, 70, 1, 133])
-
-
-def run_out_of_blocks(llm: LLM) -> None:
-    """Let every few allocations fail, so that the last request is preempted."""
-    manager, calls = core_of(llm).scheduler.kv_cache_manager, itertools.count()
-    allocate = manager.allocate
-
-    def allocate_mostly(*args: Any, **kwargs: Any) -> Any:
-        return next(calls) % 7 != 6 and allocate(*args, **kwargs)
-
-    manager.allocate = allocate_mostly
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, at_night(torch.float32)], ids=str)
@@ -48,8 +35,7 @@ def test_the_same_bits(
     asked = with_output_tokens(8)
     with engine(folder, enable_prefix_caching=False, **config) as llm:
         (alone,) = llm.generate([PROMPT], asked, use_tqdm=False)
-    with engine(folder, max_num_batched_tokens=48, **config) as llm:
-        run_out_of_blocks(llm)
+    with engine(folder, max_num_batched_tokens=48, **config) as llm, failing_allocations(llm):
         crowded = llm.generate([*OTHERS, PROMPT], asked, use_tqdm=False)
         (again,) = llm.generate([PROMPT], greedy(1), use_tqdm=False)
         assert core_of(llm).scheduler._totals.num_preemptions > 2

@@ -7,7 +7,6 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.engine import rank_functions, test_ranks
-from tests.engine.harness import core_of, engine, extraction_config, greedy
+from tests.engine.harness import core_of, engine, extraction_config, failing_allocations, greedy
 from tests.engine.test_ranks import (
     OPTIONS,
     PROMPTS,
@@ -105,16 +104,10 @@ def test_chunks_a_tiny_pool_and_starting_again_change_no_bit(
     with engine(checkpoint(FAMILY), **STAGES, **blocks) as llm:
         assert same_bits(results(llm), results(stages))
         assert tokens(llm, SAMPLED) == tokens(stages, SAMPLED)
-        scheduler, calls = core_of(llm).scheduler, count(1)
-        preempted, manager = scheduler._totals.num_preemptions, scheduler.kv_cache_manager
-        allocate = manager.allocate
-
-        def fail_at_times(*args: Any, **options: Any) -> Any:
-            call = next(calls)
-            return (call > 140 or call % 7 > 0) and allocate(*args, **options)
-
-        manager.allocate = fail_at_times
-        assert same_bits(results(llm), results(stages))
+        scheduler = core_of(llm).scheduler
+        preempted = scheduler._totals.num_preemptions
+        with failing_allocations(llm, most=20):
+            assert same_bits(results(llm), results(stages))
         assert scheduler._totals.num_preemptions > preempted
 
 

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from itertools import count
 from typing import Any
 
 import torch
 
-from tests.engine.harness import core_of, greedy
+from tests.engine.harness import core_of, failing_allocations, greedy
 from tests.models.kinds_of_run import MOST_ERROR, NEW_TOKENS, SHARED, Family, main
 from tests.models.oracle import ModuleOracle, place_of, relative_error, steered_run
 from vllm import LLM, SteeringVector
@@ -189,15 +188,8 @@ def prefix(fields: Fields) -> None:
 
 def preemption(fields: Fields) -> None:
     with fields.family.engine(max_num_batched_tokens=48) as llm:
-        manager, calls = core_of(llm).scheduler.kv_cache_manager, count()
-        allocate = manager.allocate
-
-        def fail_at_times(*args: Any, **options: Any) -> Any:
-            call = next(calls)
-            return (call > MOST_FAILURES * 7 or call % 7 != 6) and allocate(*args, **options)
-
-        manager.allocate = fail_at_times
-        check_generated(fields, llm)
+        with failing_allocations(llm, MOST_FAILURES):
+            check_generated(fields, llm)
         assert core_of(llm).scheduler._totals.num_preemptions, "nobody was preempted"
 
 

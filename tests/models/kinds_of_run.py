@@ -25,7 +25,15 @@ from typing import Any, ClassVar
 import torch
 from safetensors.torch import load_file
 
-from tests.engine.harness import core_of, engine, extraction_config, greedy, random_prompts, rows_of
+from tests.engine.harness import (
+    core_of,
+    engine,
+    extraction_config,
+    failing_allocations,
+    greedy,
+    random_prompts,
+    rows_of,
+)
 from tests.entrypoints.live_server import live_server
 from tests.models.checkpoints import make_checkpoint
 from tests.models.families import FAMILIES
@@ -159,10 +167,8 @@ def generation(family: Family) -> None:
 
 def preemption(family: Family) -> None:
     with family.engine(max_num_batched_tokens=48, **family.files("preempted")) as llm:
-        manager, calls = core_of(llm).scheduler.kv_cache_manager, iter(range(10**6))
-        allocate = manager.allocate
-        manager.allocate = lambda *a, **k: next(calls) % 7 != 6 and allocate(*a, **k)
-        outputs = llm.generate(family.asked(), greedy(NEW_TOKENS), use_tqdm=False)
+        with failing_allocations(llm):
+            outputs = llm.generate(family.asked(), greedy(NEW_TOKENS), use_tqdm=False)
         assert core_of(llm).scheduler._totals.num_preemptions, "nobody was preempted"
     family.check_bits([rows_of(output) for output in outputs])
 

@@ -154,9 +154,9 @@ def refused_families(way: str, model_impl: str) -> Collection[str]:
     return (REFUSED if model_impl == "auto" else MODULES_REFUSED).get(way, ())
 
 
-def is_refusal(error: Exception, way: str) -> bool:
-    """Return whether an engine refused the way, by the name and value of an option."""
-    named = (f"{name}={value}" for name, value in WAYS[way].items())
+def is_refusal(error: Exception, options: Mapping[str, Any]) -> bool:
+    """Return whether an engine refused these options, by the name and value of one."""
+    named = (f"{name}={value}" for name, value in options.items())
     return isinstance(error, ValueError) and any(one in str(error) for one in named)
 
 
@@ -173,7 +173,7 @@ def main() -> int:
             try:
                 result = checked(name, Path(folder), arguments.way, arguments.model_impl)
             except Exception as error:
-                is_known = name in refused and is_refusal(error, arguments.way)
+                is_known = name in refused and is_refusal(error, WAYS[arguments.way])
                 failed += not is_known
                 kind = "refused" if is_known else "WRONG"
                 result = f"{kind}: {type(error).__name__}: {str(error).splitlines()[0][:150]}"

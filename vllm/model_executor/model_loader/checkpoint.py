@@ -119,7 +119,7 @@ def _safetensors_files(folder: Path) -> list[Path]:
     """
     index, single = folder / INDEX_FILES[0], folder / SINGLE_FILE
     has_index, has_single = index.is_file(), single.is_file()
-    if has_index and has_single and SINGLE_FILE not in _weight_map(index).values():
+    if has_index and has_single and SINGLE_FILE not in _names_in_index(index):
         logger.warning("%s is not used: it does not name %s, which is there", index, SINGLE_FILE)
         has_index = False
     if has_index:
@@ -143,24 +143,25 @@ def _weight_map(index: Path) -> dict[str, str]:
         raise ValueError(f"{index} is not an index of weights: {error!r}") from error
 
 
-def _files_of_index(index: Path) -> list[Path]:
-    try:
-        names = set(_weight_map(index).values())
-        files = [index.parent / name for name in sorted(names)]
-    except TypeError as error:
-        raise ValueError(f"{index} is not an index of weights: {error!r}") from error
-    if not files:
+def _names_in_index(index: Path) -> list[str]:
+    names = set(_weight_map(index).values())
+    if not names or not all(isinstance(name, str) for name in names):
         raise ValueError(f"{index} is not an index of weights: its weight_map names no files")
-    for name in sorted(names):
+    return sorted(names)
+
+
+def _files_of_index(index: Path) -> list[Path]:
+    names = _names_in_index(index)
+    for name in names:
         if Path(name).is_absolute() or ".." in Path(name).parts:
             raise ValueError(
                 f"{index} names a file outside of the checkpoint's folder, {name!r}, which is "
                 "not followed; put the file into the folder"
             )
-    missing = [name for name in sorted(names) if not (index.parent / name).is_file()]
+    missing = [name for name in names if not (index.parent / name).is_file()]
     if missing:
         raise ValueError(f"{index} names files that are not there: {', '.join(missing)}")
-    return files
+    return [index.parent / name for name in names]
 
 
 def check_sizes(files: list[Path], model_config: ModelConfig) -> None:
