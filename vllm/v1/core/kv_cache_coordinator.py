@@ -59,6 +59,11 @@ class KVCacheCoordinator:
             for group_id, group in enumerate(config.kv_cache_groups)
             if not group.kv_cache_spec.is_recurrent
         ]
+        keeps_all = TokenBlockManager.release_unneeded
+        self.passing_managers = [
+            one for one in self.token_managers if type(one).release_unneeded is not keeps_all
+        ]
+        """Those that release blocks while a request runs."""
 
     @property
     def has_recurrent_state(self) -> bool:

@@ -195,7 +195,7 @@ class KVCacheManager:
 
     def release_unneeded(self, request: Request) -> None:
         """Release blocks that later tokens of a running request do not read."""
-        for manager in self.coordinator.token_managers:
+        for manager in self.coordinator.passing_managers:
             manager.release_unneeded(request.request_id, request.num_finished_tokens)
 
     def block_counts(self, request_id: str) -> tuple[int, ...]:

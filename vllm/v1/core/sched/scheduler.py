@@ -259,28 +259,28 @@ class Scheduler:
         return SchedulerOutput()
 
     def _schedule_running(self, step: StepPlan) -> None:
-        index = 0
+        rules, manager, index = self.rules, self.kv_cache_manager, 0
         while index < len(self.running) and step.token_budget > 0:
             request = self.running[index]
-            if self.rules.has_outgrown(request):
+            if rules.has_outgrown(request):
                 self._preempt(request, step)
                 continue
             computed = request.num_computed_tokens
-            count = self.rules.num_tokens_now(request, computed, step)
+            count = rules.num_tokens_now(request, computed, step)
             index += 1
             if count == 0:
                 continue
-            self.kv_cache_manager.release_unneeded(request)
+            manager.release_unneeded(request)
             new_blocks = None
-            if not self.kv_cache_manager.has_blocks(request.request_id, computed + count):
-                before = self.kv_cache_manager.block_counts(request.request_id)
-                while not self.kv_cache_manager.allocate(request, computed + count):
+            if not manager.has_blocks(request.request_id, computed + count):
+                before = manager.block_counts(request.request_id)
+                while not manager.allocate(request, computed + count):
                     victim = self._choose_victim()
                     index -= self.running.index(victim) < index
                     self._preempt(victim, step)
                     if victim is request:
                         return
-                new_blocks = self.kv_cache_manager.block_ids(request.request_id, before)
+                new_blocks = manager.block_ids(request.request_id, before)
             step.add_known(request, count, new_blocks)
 
     def _choose_victim(self) -> Request:

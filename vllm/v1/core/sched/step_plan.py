@@ -67,7 +67,8 @@ class StepPlan:
         """Put the next ``count`` tokens of the request into the step."""
         self.output.num_scheduled_tokens[request.request_id] = count
         self.token_budget -= count
-        self.cell_budget -= request.num_cells(count)
+        if request.extraction is not None:
+            self.cell_budget -= request.num_cells(count)
 
     def give_back(self, request: Request) -> None:
         """Remove a request that the workers know from the step, if it is there."""
