@@ -186,8 +186,10 @@ def test_dtypes_and_pooling(checkpoint: Checkpoint) -> None:
         (mean,) = llm.extract(PROMPTS[1], layers=[1], hooks=hooks, pooling="mean")
         (last,) = llm.extract(PROMPTS[1], layers=[1], hooks=hooks, pooling="last")
         (alone,) = llm.extract(PROMPTS[1], hooks=hooks, pooling="mean")
+        (small,) = llm.extract(PROMPTS[1], layers=[1], hooks=hooks, pooling="mean", dtype="fp8")
         for name in hooks:
             assert torch.equal(alone.activations[name], mean.activations[name])
+            assert torch.equal(small.activations[name], mean.activations[name])
             rows = whole.activations[name]
             assert torch.allclose(mean.activations[name][0], rows.mean(0), atol=1e-5)
             assert torch.equal(last.activations[name], rows[-1:])

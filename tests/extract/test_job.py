@@ -20,6 +20,7 @@ from tests.engine.storage import mounted_tmpfs, remount
 from tests.extract import job_harness as harness
 from tests.extract.fake_engine import FAILING_TOKEN
 from tests.extract.job_harness import check_rows, digests, run, token_lists, write_token_ids
+from vllm.exceptions import FailureError
 from vllm.hidden_states.convert import convert_dataset
 from vllm.hidden_states.dataset import HiddenStatesDataset
 from vllm.hidden_states.manifest import read_skipped
@@ -205,6 +206,12 @@ def test_bad_records_are_listed_with_their_lines(
     summary = capsys.readouterr().out
     assert re.search(r"skipped +4\n", summary)
     assert re.search(r"  engine +1\n", summary)
+    harness.write_token_ids(data, [[FAILING_TOKEN], [1, FAILING_TOKEN]])
+    for _ in range(2):  # no dataset without a sample, and the same command says so again
+        with pytest.raises(FailureError, match="all 2 samples were skipped; the first: engine"):
+            run(tiny_llama, data, tmp_path / "none")
+    assert not (tmp_path / "none" / "manifest.json").exists()
+    harness.write_jsonl(data, records)
     with pytest.raises(ValueError, match=r"data.jsonl:3: unreadable.*--on-error skip"):
         run(tiny_llama, data, tmp_path / "other", on_error="fail")
     harness.write_token_ids(data, [[1], [FAILING_TOKEN]])

@@ -243,14 +243,16 @@ def check_pooling(value: object) -> None:
         raise ValueError(f"pooling={value!r}: use {', '.join(get_args(Pooling))}")
 
 
-def mean_of_rows(sample: HiddenStatesSample, dtype: torch.dtype) -> HiddenStatesSample:
+def mean_of_rows(
+    sample: HiddenStatesSample, dtype: torch.dtype, model_dtype: torch.dtype
+) -> HiddenStatesSample:
     """Return the sample with the mean of its float32 rows and activations in ``dtype``, at their
-    last position. Activations are not fp8: their dtype is bfloat16 then.
+    last position. Activations are not fp8: their dtype is the model's then.
 
     Raises HiddenStatesError if the mean in that dtype is not finite, or is all zero.
     """
     mean = sample.hidden_states.mean(dim=0, keepdim=True)
-    inner = torch.bfloat16 if dtype == FP8 else dtype
+    inner = model_dtype if dtype == FP8 else dtype
     means = {k: v.mean(dim=0, keepdim=True).to(inner) for k, v in sample.activations.items()}
     last = sample.take_rows(slice(-1, None)).with_tensors(hidden_states=mean, **means)
     pooled = in_dtype(last, dtype)

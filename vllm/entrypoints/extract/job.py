@@ -43,6 +43,7 @@ from vllm.entrypoints.extract.worker import (
     run_worker,
     samples_to_publish,
 )
+from vllm.exceptions import Failure, FailureError, FailureKind
 from vllm.hidden_states import metadata as records
 from vllm.hidden_states.manifest import (
     add_input,
@@ -337,6 +338,7 @@ def _merge(directory: Path, mixes_kernels: bool) -> None:
 def _finish(directory: Path, lines: Lines) -> None:
     """Write index and manifest of a dataset with all units, and remove plan and leftovers."""
     name, plan_totals = str(directory), None
+    _check_samples(directory, records.read_unit_records(name))
     settings, skipped = DatasetSettings.read(name), list[SkippedRecord]()
     if (directory / records.INDEX_FILE).exists():
         skipped = [one for one in read_skipped(name) if one.sample is None]
@@ -351,6 +353,19 @@ def _finish(directory: Path, lines: Lines) -> None:
     reasons = [one.reason for one in read_skipped(name)]
     table = totals_lines(settings, totals, reasons, plan_totals)
     print_table(f"Dataset in {directory}", [*table, *lines])
+
+
+def _check_samples(directory: Path, units: list[UnitRecord]) -> None:
+    """Raise FailureError if no unit has a sample."""
+    if units and not any(map(_stored_samples, units)):
+        reason = units[0].skipped[0].reason
+        raise FailureError(
+            Failure(
+                FailureKind.JOB_FAILED,
+                f"all {sum(len(unit.skipped) for unit in units)} samples were skipped; the first: "
+                f"{reason}; remove {directory} to compute them again",
+            )
+        )
 
 
 def _records_of(plan: Plan, settings: DatasetSettings) -> range:

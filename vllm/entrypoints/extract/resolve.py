@@ -233,8 +233,9 @@ class Resolved:
     def _activations(self) -> list[Activation]:
         """The fields of the hooks, as the dataset stores them."""
         stored: torch.dtype | None = STORAGE_DTYPES[self.storage_dtype]
-        if stored is FP8:  # means are bfloat16, other values as they are
-            stored = torch.bfloat16 if self.options.pooling == "mean" else None
+        if stored is FP8:  # means are in the model's dtype, other values as they are
+            is_mean = self.options.pooling == "mean"
+            stored = self.vllm_config.model_config.dtype if is_mean else None
         return [point.field(name, stored) for name, point in self.points.items()]
 
     @cached_property

@@ -464,7 +464,7 @@ class ExtractionFeed:
             sample = pending.text.make_sample(
                 pending.index, request_id, token_ids, spec, completion
             )
-            return _pooled(sample, pending.pooled_as)
+            return self._pooled(sample, pending.pooled_as)
         if completion is None:
             extracted = self._no_rows(spec)
         else:
@@ -473,7 +473,15 @@ class ExtractionFeed:
         sample = self._sample_of(request_id, pending, extracted)
         if pending.order is not None:
             sample = sample.take_rows(pending.order)
-        return _pooled(sample, pending.pooled_as)
+        return self._pooled(sample, pending.pooled_as)
+
+    def _pooled(self, sample: HiddenStatesSample, dtype: torch.dtype | None) -> HiddenStatesSample:
+        """Return the mean of a sample's rows in ``dtype``; None: the sample itself."""
+        if dtype is None:
+            return sample
+        if not len(sample.positions):
+            return in_dtype(sample, dtype)
+        return mean_of_rows(sample, dtype, self._model_config.dtype)
 
     def _sample_of(
         self, request_id: str, pending: _Pending, extracted: ExtractedRows
@@ -507,13 +515,6 @@ class ExtractionFeed:
         hidden = HiddenStates(spec.layer_ids, model.get_row_size(), model.dtype, stored)
         sizes = (spec.top_logprobs, spec.logprob_temperature, model.get_vocab_size())
         return hidden.forms | RowLayout(hidden.cells, requested_fields(*sizes)).forms
-
-
-def _pooled(sample: HiddenStatesSample, dtype: torch.dtype | None) -> HiddenStatesSample:
-    """Return the mean of a sample's rows in ``dtype``; None: the sample itself."""
-    if dtype is None:
-        return sample
-    return mean_of_rows(sample, dtype) if len(sample.positions) else in_dtype(sample, dtype)
 
 
 def _as_prompts(prompts: Any) -> Iterator[Any]:
