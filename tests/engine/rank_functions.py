@@ -140,16 +140,17 @@ def layers_run(worker: Any) -> list[int]:
 
 
 def fail_in_next_pass(
-    worker: Any, failing_rank: int, error: type[BaseException] = MemoryError
+    worker: Any, failing_rank: int, error: type[BaseException] = MemoryError, num_passes: int = 1
 ) -> None:
-    """Let one rank raise in the second layer that it has in its next pass."""
+    """Let one rank raise in the second layer that it has in its next pass, or in a later one."""
     if rank(worker) != failing_rank:
         return
-    layer = _second_layer(worker)
+    layer, passes = _second_layer(worker), iter(range(num_passes - 1))
 
     def fail(*_: Any) -> None:
-        handle.remove()
-        raise error("planted")
+        if next(passes, None) is None:
+            handle.remove()
+            raise error("planted")
 
     handle = layer.register_forward_pre_hook(fail)
 

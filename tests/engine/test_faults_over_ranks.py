@@ -28,6 +28,7 @@ from tests.models.checkpoints import make_checkpoint
 from tests.models.oracle import relative_error
 from vllm import LLM, ModelRegistry, plugins
 from vllm.exceptions import FailureError
+from vllm.v1.executor.rank_clients import RanksHere
 
 pytestmark = pytest.mark.exhaustive
 
@@ -189,6 +190,32 @@ def test_stages_compute_at_the_same_time(checkpoint: Checkpoint) -> None:
         taken = time.monotonic() - begin
     assert same_bits([found], [expected])
     assert seconds * num_steps < taken < 1.6 * seconds * num_steps
+
+
+@pytest.mark.parametrize("failing_rank", [0, 1])
+@pytest.mark.parametrize("is_full", [False, True])
+def test_a_failed_step_ends_no_more_than_the_next(
+    is_full: bool, failing_rank: int, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts in chunks, and texts that end at different steps, around a step that fails."""
+    if is_full:
+        monkeypatch.setattr(RanksHere, "has_room", lambda self, message: False)
+    prompts = random_prompts(3, [40, 3, 90, 17, 25, 6])
+    params = [greedy(n) for n in (5, 20, 3, 11, 2, 9)]
+    options = {**OPTIONS, "max_num_seqs": 3, "max_num_batched_tokens": 32}
+    with engine(checkpoint("llama"), **options, **STAGES) as llm:
+        expected = [one.outputs[0].token_ids for one in llm.generate(prompts, params)]
+        for num_passes in (1, 2, 4, 6, 9):
+            how = (failing_rank, MemoryError, num_passes)
+            llm.collective_rpc(rank_functions.fail_in_next_pass, args=how)
+            made = [one.outputs[0] for one in llm.generate(prompts, params)]
+            failed = [str(one.stop_reason) for one in made if one.finish_reason == "error"]
+            assert 1 <= len(failed) <= 3
+            known = ("planted", "the step before this one failed")
+            assert all(one.endswith(known) for one in failed)
+            for one, token_ids in zip(made, expected, strict=True):
+                assert one.finish_reason == "error" or one.token_ids == token_ids
+            assert [one.outputs[0].token_ids for one in llm.generate(prompts, params)] == expected
 
 
 @pytest.mark.parametrize("sizes", [TENSOR, STAGES])

@@ -69,6 +69,36 @@ def test_every_field_has_the_bits_of_one_process(stages: LLM, alone: LLM) -> Non
             assert torch.equal(ours.top_logprobs, whole.top_logprobs)
 
 
+def test_plans_larger_than_the_memory_of_calls(checkpoint: Checkpoint) -> None:
+    """They come while a stage waits for the last one. A step that fails takes the next one with it
+    at most."""
+    prompts = [
+        {"prompt_embeds": torch.randn(n, 72, generator=torch.Generator().manual_seed(n))}
+        for n in (700, 4100, 3900, 30)
+    ]
+    sizes = {"max_model_len": 4200, "kv_cache_memory_bytes": 2**25, "max_num_batched_tokens": 1024}
+    options: dict[str, Any] = {**sizes, "max_num_seqs": 3, "enable_prompt_embeds": True}
+    folder = checkpoint("llama", max_position_embeddings=8192)
+
+    def texts(llm: LLM) -> list[list[int] | str]:
+        made = [one.outputs[0] for one in llm.generate(prompts, greedy(3), use_tqdm=False)]
+        return [
+            one.token_ids if one.finish_reason == "length" else str(one.stop_reason) for one in made
+        ]
+
+    with engine(folder, **options) as llm:
+        expected = texts(llm)
+    timeout = {"distributed_timeout_seconds": 20, "pipeline_parallel_size": 2}
+    with engine(folder, **options, **timeout) as llm:
+        assert texts(llm) == expected
+        for failing_rank in (0, 1):
+            llm.collective_rpc(rank_functions.fail_in_next_pass, args=(failing_rank,))
+            made = texts(llm)
+            assert "planted" in made[0]
+            assert made[3] == expected[3]
+            assert texts(llm) == expected
+
+
 def test_tokens_are_those_of_one_process(stages: LLM, alone: LLM) -> None:
     for params in (greedy(9), SAMPLED, greedy(3, logprobs=2, prompt_logprobs=1)):
         assert tokens(stages, params) == tokens(alone, params)

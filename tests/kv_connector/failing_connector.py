@@ -72,6 +72,8 @@ OF_A_REQUEST = (
     "request_finished",
 )
 OF_A_STEP = (
+    "bind_connector_metadata",
+    "clear_connector_metadata",
     "build_connector_meta",
     "update_connector_output",
     "take_events",

@@ -257,6 +257,7 @@ FAULTS = [
     *(Fault(hook, "raises", num_good=n) for hook in OF_A_STEP for n in (0, 1)),
     *(Fault("build_connector_meta", "raises", num_good=n) for n in (2, 3)),
     Fault("request_finished", "hangs"),
+    Fault("bind_connector_metadata", "hangs", num_good=1),
     Fault("update_connector_output", "hangs", num_good=2),
     Fault("get_finished", "hangs", num_good=2),
 ]

@@ -106,6 +106,11 @@ class BroadcastSender:
         """Close this process's descriptor; the memory stays while it is in use."""
         os.close(self._file)
 
+    def has_room(self, message: bytes) -> bool:
+        """Return whether a message can be sent without a wait for readers."""
+        self._look_at_readers()
+        return self._written - self._read + _LENGTH_BYTES + len(message) <= RING_BYTES
+
     def send(self, message: bytes, look: Callable[[int], None]) -> None:
         """Hand a message to all readers.
 
@@ -125,13 +130,17 @@ class BroadcastSender:
 
     def _wait_for_room(self, look: Callable[[int], None]) -> None:
         while True:
-            of_readers = [cell.value for cell in self._ring.cells[1:]]
-            self._read = min(of_readers)
-            slowest = of_readers.index(self._read)
+            slowest = self._look_at_readers()
             if self._written - self._read < RING_BYTES:
                 return
             if self._ring.wait(1 + slowest, self._read) == self._read:
                 look(slowest)
+
+    def _look_at_readers(self) -> int:
+        """Take in what all readers have taken; returns the one that has taken least."""
+        of_readers = [cell.value for cell in self._ring.cells[1:]]
+        self._read = min(of_readers)
+        return of_readers.index(self._read)
 
 
 class BroadcastReceiver:

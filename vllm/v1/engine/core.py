@@ -6,7 +6,8 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 import torch
@@ -54,10 +55,12 @@ _CALLS_WITHOUT_EFFECT = ("is_sleeping", "add_lora", "remove_lora")
 """Methods of workers that change nothing that requests have computed."""
 
 
-class _StartedStep(NamedTuple):
+@dataclass
+class _StartedStep:
     scheduled: SchedulerOutput
     pending: PendingOutput | None
     """The work under way; None: the step could not be started."""
+    has_failed: bool = False
 
 
 class EngineCore:
@@ -323,7 +326,10 @@ class EngineCore:
         num_left = 1 if has_work and self.vllm_config.scheduler_config.async_scheduling else 0
         result = EngineCoreOutputs()
         while len(self._in_flight) > num_left:
-            result.add(self._finish(self._in_flight.popleft()))
+            step = self._in_flight.popleft()
+            result.add(self._finish(step))
+            if step.has_failed:  # steps that were planned before this may have failed with it
+                num_left = 0
         is_quiet = not (has_work or result.outputs or (self.wave and self.wave.has_tokens))
         if is_quiet and self.scheduler.num_unfinished_requests():
             time.sleep(DELIVERY_POLL_SECONDS)
@@ -351,6 +357,7 @@ class EngineCore:
         except Exception as error:
             assert step.pending is not None
             output.kv_connector_output = step.pending.output.kv_connector_output
+            step.has_failed = True
             self._fail_step(step.scheduled, error)
         except BaseException:  # with pipeline stages the pass may only run here
             self._interrupt_step(step.scheduled)

@@ -74,14 +74,14 @@ END_SECONDS = 5.0
 """Time that a process has to end before it is killed."""
 
 
-@dataclass
+@dataclass(eq=False)
 class _WaitingStep:
     """A step that other stages were told of."""
 
     number: int
     scheduled: SchedulerOutput
     group: int
-    """Number of the group in which they began it."""
+    """Number of the group for which it was planned."""
     outcome: PendingOutput | Exception | None = None
     """The result of it in this process; None: it still waits."""
     report: KVConnectorOutput | None = None
@@ -99,6 +99,8 @@ class MultiprocExecutor(UniProcExecutor):
         vllm_config.model_config.stage_of(parallel)  # raises before processes start
         self._has_stages = parallel.pipeline_parallel_size > 1
         self._waiting: deque[_WaitingStep] = deque()
+        self._unread: deque[_WaitingStep] = deque()
+        """Steps whose results the engine has not asked for."""
         self._notes: list[RankNote] = []
         self._shares_connector = is_on_all_ranks(vllm_config)
         self._aggregator = KVOutputAggregator(1)
@@ -214,11 +216,16 @@ class MultiprocExecutor(UniProcExecutor):
         told = scheduled
         if not self._shares_connector:
             told = replace(scheduled, kv_connector_metadata=None)
-        number = self._call("execute_model", told)
+        group = self._num_groups
+        if self._unread and scheduled.total_num_scheduled_tokens:
+            # It was planned without knowledge of failures since the first of these was.
+            group = self._unread[0].group
+        number = self._call("execute_model", told, group)
         if not self._has_stages:
             return self._execute(number, scheduled)
-        step = _WaitingStep(number, scheduled, self._num_groups)
+        step = _WaitingStep(number, scheduled, group)
         self._waiting.append(step)
+        self._unread.append(step)
         return PendingOutput(ModelRunnerOutput(), [partial(self._read_waiting, step)])
 
     def _execute(self, number: int, scheduled: SchedulerOutput) -> PendingOutput:
@@ -231,6 +238,7 @@ class MultiprocExecutor(UniProcExecutor):
         return pending._replace(parts=[partial(self._confirm, number), *pending.parts])
 
     def _read_waiting(self, step: _WaitingStep, output: ModelRunnerOutput) -> None:
+        self._unread.remove(step)
         self._run_waiting(step)
         assert step.outcome is not None
         if isinstance(step.outcome, BaseException):
@@ -272,15 +280,19 @@ class MultiprocExecutor(UniProcExecutor):
             step = self._waiting.popleft()
             try:
                 if step.group != self._num_groups:
-                    # The other stages gave it up when a step before it failed.
+                    # The other stages gave it up, because a step before it failed.
                     with self.groups():
                         report = self.worker.model_runner.skip_step(step.scheduled)
+                    self._answers(step.number)
                     self._keep_reports(step.number, report)
                     raise FailureError(
                         Failure(FailureKind.STEP_FAILED, "the step before this one failed")
                     )
                 step.outcome = self._execute(step.number, step.scheduled)
             except Exception as error:
+                if isinstance(error, RankDiedError):
+                    self.die(str(error))
+                    error = FailureError(Failure(FailureKind.ENGINE_DEAD, str(error)))
                 step.outcome, step.report = error, self._merge_reports()
 
     def choose_adapter(self, request_id: str, lora_request: LoRARequest) -> str:
@@ -313,9 +325,7 @@ class MultiprocExecutor(UniProcExecutor):
             results += self._results(number)
 
     def _call(self, method: str, *args: Any) -> int:
-        if self.dead_because is not None:
-            raise FailureError(Failure(FailureKind.ENGINE_DEAD, self.dead_because))
-        self._num_calls += 1
+        self._num_calls = number = self._num_calls + 1
         try:
             packed = pickling.dumps(args)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
@@ -323,21 +333,30 @@ class MultiprocExecutor(UniProcExecutor):
                 f"{method}: other ranks cannot be told: {error}; pass what can be pickled, such as "
                 "a folder or a dict of tensors"
             ) from error
-        message = pickle.dumps(RankCall(self._num_calls, method, packed, self._notes))
+        message = pickle.dumps(RankCall(number, method, packed, self._notes))
         self._notes = []
+        if method == "execute_model" and not all(one.has_room(message) for one in self._callers):
+            # The others take it only after steps in which they wait for this process.
+            self._run_waiting()
+        if self.dead_because is not None:
+            raise FailureError(Failure(FailureKind.ENGINE_DEAD, self.dead_because))
         try:
             for caller in self._callers:
                 caller.call(message)
         except RankDiedError as death:
             self.die(str(death))
             raise FailureError(Failure(FailureKind.ENGINE_DEAD, str(death))) from death
-        return self._num_calls
+        return number
 
     def _results(self, number: int) -> Sequence[Any]:
         """Wait for the others to end a call. FailureError: one of them failed by itself."""
-        answers = [other.answer(number, self._others) for other in self._others]
+        answers = self._answers(number)
         self._raise_first_failure(answers)
         return [answer.result for answer in answers]
+
+    def _answers(self, number: int) -> list[RankAnswer]:
+        """Wait for the others' answers to a call. RankDiedError: one of them does not come."""
+        return [other.answer(number, self._others) for other in self._others]
 
     def _confirm(self, number: int, output: ModelRunnerOutput) -> None:
         """Wait for the others to end a step, and add their connectors' reports to the driver's."""
@@ -392,9 +411,7 @@ class MultiprocExecutor(UniProcExecutor):
         if self._group.communicator is not None:
             self._group.communicator.close()
         self._links.close()
-        answers = (
-            [] if number is None else [other.answer(number, self._others) for other in self._others]
-        )
+        answers = [] if number is None else self._answers(number)
         self._num_groups += 1
         joined = self._call("join", self._num_groups)
         try:  # before the answers, because over TCP they come when all are there

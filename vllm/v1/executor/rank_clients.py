@@ -97,6 +97,10 @@ class RankClient(ABC):
 class Caller(Protocol):
     """A way to one or more ranks."""
 
+    def has_room(self, message: bytes) -> bool:
+        """Return whether a call is sent before the processes have ended earlier ones."""
+        ...
+
     def call(self, message: bytes) -> None:
         """Send a call. RankDiedError: a process does not take it."""
         ...
@@ -108,6 +112,9 @@ class Caller(Protocol):
 
 class DistantRank(RankClient):
     """A rank of another machine, or one that something else has started."""
+
+    def has_room(self, message: bytes) -> bool:
+        return True  # a socket keeps many
 
     def call(self, message: bytes) -> None:
         deadline = time.monotonic() + self._timeout_seconds
@@ -187,6 +194,9 @@ class RanksHere:
             raise
         finally:
             self._sender.close_file()
+
+    def has_room(self, message: bytes) -> bool:
+        return self._sender.has_room(message)
 
     def call(self, message: bytes) -> None:
         deadline = time.monotonic() + self._timeout_seconds

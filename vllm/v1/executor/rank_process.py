@@ -58,6 +58,7 @@ class Rank:
         self._connections = settings.wiring.open(self._config.parallel_config)
         join_engines(self._config.parallel_config)
         self._group, self._links = ALONE, NO_LINKS
+        self._generation = 0
         self._has_left = False
         """True after a failure, until there is a new group."""
         self._reports: list[KVConnectorOutput] = []
@@ -93,6 +94,7 @@ class Rank:
     def join(self, generation: int) -> None:
         """Leave the group for a new one."""
         self._leave()
+        self._generation = generation
         self._group, self._links = self._connections.join(generation)
         use_groups_everywhere(self._group, self._links)
         self._has_left = False
@@ -123,11 +125,15 @@ class Rank:
     def get_kv_connector_handshake_metadata(self) -> Any:
         return self.worker.model_runner.handshake_metadata()
 
-    def execute_model(self, scheduled: SchedulerOutput) -> None:
+    def execute_model(self, scheduled: SchedulerOutput, group: int) -> None:
+        """group: number of the group for which the step was planned."""
         runner = self.worker.model_runner
-        if self._has_left:  # the step before failed here: its tokens are not known
+        if self._has_left or group != self._generation:
+            # A step before it failed, so tokens are not known; all ranks give this one up.
             self._note(runner.skip_step(scheduled))
-            raise GroupClosedError("the step before this one failed")
+            if self._has_left:
+                raise GroupClosedError("the step before this one failed")
+            return
         pending = runner.execute_model(scheduled)
         self._note(pending.output.kv_connector_output)
         pending.result()

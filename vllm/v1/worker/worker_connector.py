@@ -104,7 +104,7 @@ class WorkerConnector:
         metadata = scheduled.kv_connector_metadata
         if metadata is None:
             return
-        self.connector.bind_connector_metadata(metadata)
+        self._ask(self.connector.bind_connector_metadata, metadata)
         if scheduled.preempted_req_ids:
             with self._limit("handle_preemptions"):
                 call_handle_preemptions(self.connector, metadata, scheduled.preempted_req_ids)
@@ -216,7 +216,7 @@ class WorkerConnector:
         report.kv_connector_stats = self._ask(connector.get_kv_connector_stats)
         report.kv_cache_events = self._ask(connector.get_kv_connector_kv_cache_events)
         report.kv_connector_worker_meta = self._ask(connector.build_connector_worker_meta)
-        connector.clear_connector_metadata()
+        self._ask(connector.clear_connector_metadata)
         self._report = KVConnectorOutput()
         return report
 

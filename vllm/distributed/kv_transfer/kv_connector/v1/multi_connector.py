@@ -281,13 +281,15 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
                 self._awaited[request_id] = here
             else:
                 self._sent.add(request_id)
-        for part, metadata in zip(self._connectors, connector_metadata.parts, strict=True):
-            part.bind_connector_metadata(metadata)
+        parts = connector_metadata.parts
+        self._each(
+            "bind_connector_metadata",
+            lambda index, part: part.bind_connector_metadata(parts[index]),
+        )
 
     def clear_connector_metadata(self) -> None:
         super().clear_connector_metadata()
-        for part in self._connectors:
-            part.clear_connector_metadata()
+        self._each("clear_connector_metadata", lambda _, part: part.clear_connector_metadata())
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         parts = [part.get_handshake_metadata() for part in self._connectors]
