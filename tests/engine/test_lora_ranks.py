@@ -17,7 +17,7 @@ from tests.models.adapters import request, write_adapter, write_table_adapter
 from tests.models.checkpoints import make_checkpoint
 from tests.models.families import FAMILIES
 from tests.models.oracle import relative_error
-from tests.models.ranks_of_families import is_refusal
+from tests.models.ranks_of_families import is_refusal, overrides
 from tests.models.stored_formats import FORMATS, quantise_checkpoint
 from vllm import LLM
 from vllm.hidden_states import ExtractRequest
@@ -113,7 +113,7 @@ def test_rows_are_those_of_one_process(
     family: str, way: str, checkpoint: Checkpoint, tmp_path: Path
 ) -> None:
     """Two adapters or three, and none, in one batch: also in chunks and with prefix hits."""
-    folder = checkpoint(family)
+    folder = checkpoint(family, **overrides(family, way))
     adapters = write_adapters(tmp_path, folder, family)
     try:
         compare(folder, adapters, way)
