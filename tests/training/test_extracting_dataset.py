@@ -107,6 +107,8 @@ def test_it_goes_on_after_the_last_batch(dataset: ExtractingDataset, batch_size:
     assert dataset.state_dict()["epoch"] == 10
     with pytest.raises(ValueError, match="state_dict: seed was 4, and is 3 now"):
         dataset.load_state_dict({**state, "seed": 4})
+    with pytest.raises(ValueError, match="state_dict=None: has to be what"):
+        dataset.load_state_dict(None)  # type: ignore[arg-type]
     wrong: dict[str, Any]
     for wrong in ({"num_read": -1}, {"num_read": 8}, {"num_read": "2"}, {"epoch": None}):
         with pytest.raises(ValueError, match=f"state_dict: {next(iter(wrong))}="):

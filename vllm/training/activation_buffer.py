@@ -59,6 +59,8 @@ class ActivationBuffer:
             raise ValueError(
                 f"num_rows={num_rows}: has to be at least twice batch_size={batch_size}"
             )
+        if isinstance(layers, Sequence) and not layers:
+            raise ValueError(f"layers={layers!r}: name a layer, or set hook to leave layers out")
         if iter(samples) is samples and epochs != 1:
             raise ValueError("samples: can be iterated only once; pass epochs=1, or a dataset")
         self._samples = samples

@@ -165,6 +165,8 @@ class ExtractingDataset(IterableDataset[Any]):
 
         ValueError: that run had other samples, or another order.
         """
+        if not isinstance(state, Mapping):
+            raise ValueError(f"state_dict={state!r}: has to be what state_dict() returned")
         own = self._own_state()
         for key in _STATE_KEYS:
             if state.get(key) != own[key]:
