@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from tests.kv_connector.connector_harness import MakeHarness
 from vllm.config import SchedulerConfig
@@ -98,6 +98,18 @@ def test_a_custom_path_that_is_refused(
     (storage / "link").symlink_to(tmp_path)
     with pytest.raises(ValueError, match="hidden_states_path="):
         harness.add("r", 3, {"hidden_states_path": path})
+
+
+@pytest.mark.parametrize("content", [b"root:x:0:0", b"\x0a" + bytes(7) + b'{"a": {}}  ', bytes(99)])
+def test_only_files_of_rows_are_replaced(content: bytes, tmp_path: Path) -> None:
+    options = HiddenStatesOptions(shared_storage_path=str(tmp_path), allow_custom_save_path=True)
+    (tmp_path / "other").write_bytes(content)
+    with pytest.raises(ValueError, match="is a file without hidden states"):
+        options.check_save_path(str(tmp_path / "other"))
+    save_file({"hidden_states": torch.ones(2, 3)}, tmp_path / "rows")
+    (tmp_path / "empty").touch()
+    for name in ("rows", "empty", "none"):
+        options.check_save_path(str(tmp_path / name))
 
 
 @pytest.mark.parametrize("name", ["pipe", "link", "dangling"])

@@ -63,7 +63,7 @@ class KVCacheCoordinator:
         self.passing_managers = [
             one for one in self.token_managers if type(one).release_unneeded is not keeps_all
         ]
-        """Those that release blocks while a request runs."""
+        """The managers that release blocks while a request runs."""
 
     @property
     def has_recurrent_state(self) -> bool:

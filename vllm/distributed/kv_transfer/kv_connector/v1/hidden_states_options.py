@@ -13,12 +13,16 @@ from pydantic import Strict, StrictBool
 
 from vllm.logger import init_logger
 from vllm.utils.checked import FolderPath, at_least, config, require_at_first
+from vllm.utils.regular_files import open_regular
 from vllm.utils.text import brief, safe_name
 
 logger = init_logger(__name__)
 
 _MEBIBYTE = 1 << 20
 _MOST_PATH_BYTES = 4095
+_LENGTH_BYTES, _MOST_HEADER_BYTES = 8, 2**20
+"""The beginning of a safetensors file: the length of its header, and the header."""
+_NAMES_IN_FILES = (b'"hidden_states"', b'"token_ids"')
 
 
 @config("kv_connector_extra_config", frozen=True)
@@ -88,6 +92,11 @@ class HiddenStatesOptions:
                 f"hidden_states_path={brief(path)} is a link, a device or a pipe, which a file "
                 "would replace; choose another path"
             )
+        if os.path.lexists(path) and not _may_be_replaced(path):
+            raise ValueError(
+                f"hidden_states_path={brief(path)} is a file without hidden states, which would be "
+                "lost; choose another path, or remove it first"
+            )
         if name.endswith(".lock"):
             raise ValueError(
                 f"hidden_states_path={brief(path)}: names that end in .lock are for locks"
@@ -115,3 +124,14 @@ def _can_be_named(path: str) -> bool:
         return 0 < len(os.fsencode(path)) <= _MOST_PATH_BYTES
     except UnicodeEncodeError:  # half of a surrogate pair
         return False
+
+
+def _may_be_replaced(path: str) -> bool:
+    """Return whether a regular file is empty or has rows of an earlier request."""
+    try:
+        with open_regular(path) as file:
+            start = file.read(_LENGTH_BYTES + _MOST_HEADER_BYTES)
+    except OSError:
+        return False
+    header = start[_LENGTH_BYTES:][: int.from_bytes(start[:_LENGTH_BYTES], "little")]
+    return not start or (header[:1] == b"{" and any(name in header for name in _NAMES_IN_FILES))
