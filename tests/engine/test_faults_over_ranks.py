@@ -79,7 +79,7 @@ def test_nothing_is_left_when_a_process_of_a_server_is_killed(
         processes = [core, psutil.Process(rank), psutil.Process(server.process.pid)]
         pids = {"core": core.pid, "rank": rank, "server": server.process.pid}
         assert list(scratch.iterdir())
-        threading.Timer(1.0, os.kill, (pids[killed], signal.SIGKILL)).start()
+        threading.Timer(0.2, os.kill, (pids[killed], signal.SIGKILL)).start()
         ends = ask_for_long_texts(server, str(checked))
         assert not any(end.startswith("200") for end in ends), ends
         status = server.wait(60)
