@@ -346,6 +346,9 @@ class MultiprocExecutor(UniProcExecutor):
         except RankDiedError as death:
             self.die(str(death))
             raise FailureError(Failure(FailureKind.ENGINE_DEAD, str(death))) from death
+        except BaseException:  # an interrupt, which may leave half of the message
+            self.die("a call of the ranks was interrupted")
+            raise
         return number
 
     def _results(self, number: int) -> Sequence[Any]:
