@@ -91,7 +91,7 @@ def test_killed_at_random_moments(tiny_llama: Path, inputs: list[Path], tmp_path
     status, num_calls = in_child(None, lambda: append(undisturbed))
     assert status == 0
     rng = random.Random(5)
-    for moment in sorted(rng.randrange(num_calls - VARYING) for _ in range(12)):
+    for moment in sorted(rng.sample(range(num_calls - VARYING), 12)):
         output = begin(tmp_path / f"at_{moment}")
         status, _ = in_child(moment, lambda out=output: append(out))
         assert os.WTERMSIG(status) == signal.SIGKILL

@@ -69,7 +69,7 @@ def test_killed_at_random_moments(tiny_llama: Path, data: Path, tmp_path: Path, 
     status, num_calls = in_child(None, lambda: run(tiny_llama, data, undisturbed, **options))
     assert status == 0
     expected, rng = digests(undisturbed), random.Random(7)
-    for moment in sorted(rng.randrange(num_calls - VARYING) for _ in range(6)):
+    for moment in sorted(rng.sample(range(num_calls - VARYING), 6)):
         output = tmp_path / f"at_{moment}"
         in_child(moment, lambda out=output: run(tiny_llama, data, out, **options))
         assert run(tiny_llama, data, output, **options) == 0

@@ -66,3 +66,19 @@ def test_a_write_that_fails_leaves_the_old_file(
         write_whole(path, b"new")
     assert path.read_bytes() == b"old"
     assert [found.name for found in tmp_path.iterdir()] == ["data"]
+
+
+def test_a_folder_loses_its_name_before_its_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kill in the middle leaves a temporary folder, not half of one with the name."""
+    (tmp_path / "plan").mkdir()
+    (tmp_path / "plan" / "masks.bin").write_bytes(b"1")
+    monkeypatch.setattr(whole_files.shutil, "rmtree", lambda *_, **__: None)
+    whole_files.remove_folder(tmp_path / "plan")
+    monkeypatch.undo()
+    (left,) = tmp_path.iterdir()
+    assert left.name.startswith(".plan.")
+    whole_files.remove_temporary(tmp_path)
+    assert not any(tmp_path.iterdir())
+    whole_files.remove_folder(tmp_path / "plan")  # there is none

@@ -15,6 +15,7 @@ from __future__ import annotations
 import itertools
 import queue
 import threading
+import uuid
 from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -316,7 +317,8 @@ def _close(socket: zmq.Socket[bytes], linger_ms: int) -> None:
     own, and then ends the socket's monitor."""
     import zmq
 
-    with socket.get_monitor_socket(zmq.EVENT_MONITOR_STOPPED) as monitor:
+    address = f"inproc://{uuid.uuid4().hex}"  # zmq's own is one for all sockets of a descriptor
+    with socket.get_monitor_socket(zmq.EVENT_MONITOR_STOPPED, address) as monitor:
         socket.close(linger_ms)
         monitor.poll(_LINGER_MS)
 

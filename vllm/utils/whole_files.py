@@ -64,6 +64,14 @@ def write_whole(path: str | os.PathLike[str], content: bytes, owner: str | None 
     sync_path(os.path.dirname(path) or ".")
 
 
+def remove_folder(path: str | os.PathLike[str]) -> None:
+    """Remove a folder, which has no name from the first moment on. OSError is passed over."""
+    temporary = temporary_path(path)
+    with suppress(OSError):
+        os.rename(path, temporary)
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
 def sync_path(path: str | os.PathLike[str]) -> None:
     """Wait until a file, or the names in a folder, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +16,7 @@ from vllm.hidden_states.metadata import DatasetSettings
 from vllm.hidden_states.units import writer_of
 from vllm.logger import init_logger
 from vllm.utils.disk import FILE_BYTES, check_room
-from vllm.utils.whole_files import TemporaryName
+from vllm.utils.whole_files import TemporaryName, remove_folder
 
 logger = init_logger(__name__)
 
@@ -60,10 +59,10 @@ def output_folder(directory: Path, world_size: int) -> Iterator[None]:
                 has_units = was_begun or records.read_unit_records(str(directory))
                 if is_alone and is_refused and not has_units:
                     for name in (PLAN_FOLDER, records.UNITS_FOLDER):
-                        shutil.rmtree(directory / name, ignore_errors=True)
+                        remove_folder(directory / name)
                     (directory / records.SETTINGS_FILE).unlink(missing_ok=True)
                 elif is_alone and is_refused and not was_planned:
-                    shutil.rmtree(directory / PLAN_FOLDER, ignore_errors=True)
+                    remove_folder(directory / PLAN_FOLDER)
                 raise
     except (ValueError, FailureError):
         with contextlib.suppress(OSError):  # it is not empty

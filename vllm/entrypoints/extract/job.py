@@ -63,7 +63,7 @@ from vllm.utils.disk import free_bytes
 from vllm.utils.mem_utils import format_bytes
 from vllm.utils.progress import progress_bar
 from vllm.utils.weight_files import weight_files
-from vllm.utils.whole_files import temporary_path
+from vllm.utils.whole_files import remove_folder, temporary_path
 
 if TYPE_CHECKING:
     from vllm.entrypoints.llm import LLM
@@ -349,7 +349,7 @@ def _finish(directory: Path, lines: Lines) -> None:
         skipped = [one for one in skipped if one.record not in records_of_plan] + plan.skipped()
     totals = merge_units(name, sorted(skipped, key=lambda one: one.record))
     remove_rubbish(directory)
-    shutil.rmtree(directory / PLAN_FOLDER, ignore_errors=True)
+    remove_folder(directory / PLAN_FOLDER)
     reasons = [one.reason for one in read_skipped(name)]
     table = totals_lines(settings, totals, reasons, plan_totals)
     print_table(f"Dataset in {directory}", [*table, *lines])
