@@ -282,7 +282,9 @@ def test_servers_of_some_engines(
 @pytest.mark.exhaustive
 def test_a_node_whose_engine_cannot_start(checkpoint: Checkpoint, tmp_path: Path) -> None:
     folder, options = checkpoint("llama"), sizes()
-    with node(folder, tmp_path / "log", other_node(options)) as process:
+    # The front end may have failed before the node comes, which then waits for it.
+    limit = {"distributed_timeout_seconds": 15}
+    with node(folder, tmp_path / "log", {**other_node(options), **limit}) as process:
         with pytest.raises(ValueError, match="kv_cache_memory_bytes"):
             asyncio.run(starts(folder, {**options, "kv_cache_memory_bytes": 2**12}))
         assert ended(process) == 1
