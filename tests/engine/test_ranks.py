@@ -29,6 +29,7 @@ from tests.models.oracle import relative_error
 from vllm import LLM, AsyncEngineArgs, AsyncLLM, SamplingParams, SteeringVector
 from vllm.exceptions import FailureError
 from vllm.hidden_states import ExtractRequest, HiddenStatesError, HiddenStatesSample
+from vllm.utils import stop_watch
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.executor.rank_clients import KEPT_ANSWERS, RankClient, RankProcess
 from vllm.v1.executor.rank_messages import RankAnswer
@@ -307,11 +308,21 @@ def test_a_killed_rank_ends_the_engine(checkpoint: Checkpoint) -> None:
     assert rank_processes() == others
 
 
-def test_a_rank_killed_in_a_step_fails_its_requests(checkpoint: Checkpoint) -> None:
+def test_a_rank_that_is_stopped_and_killed_in_a_step(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The log names it while it is stopped; then it goes on, or its requests fail."""
+    monkeypatch.setattr(stop_watch, "STOPPED_SECONDS", 0.1)
     others = rank_processes()
     with LLM(str(checkpoint("llama")), tensor_parallel_size=2, **OPTIONS) as llm:
-        llm.collective_rpc(rank_functions.hang_in_next_pass, args=(1,))
+        (expected,) = llm.extract(PROMPTS[:1], layers=[4])
         (pid,) = rank_processes() - others
+        os.kill(pid, signal.SIGSTOP)
+        threading.Timer(1.5, os.kill, (pid, signal.SIGCONT)).start()
+        (stopped,) = llm.extract(PROMPTS[:1], layers=[4])
+        assert torch.equal(stopped.hidden_states, expected.hidden_states)
+        assert f"rank 1 (process {pid}) has been stopped for 0 s by SIGSTOP" in caplog.text
+        llm.collective_rpc(rank_functions.hang_in_next_pass, args=(1,))
         threading.Timer(0.5, os.kill, (pid, signal.SIGKILL)).start()
         (failed,) = llm.extract(PROMPTS[:1], layers=[4], on_error="yield")
         assert "rank 1 ended with status -9" in str(failed)

@@ -7,6 +7,7 @@ import torch
 from kernel_calls import ISAS_OF_PAIRS, Kernels
 from kernel_pools import strided
 
+from tests.emulated_tiles import NAME
 from vllm.ops import linear as linear_module
 from vllm.ops.linear import make_panels, panels_shape, weight_of_panels
 
@@ -121,14 +122,20 @@ def _sums_by_tiles(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return total
 
 
+@pytest.mark.parametrize(
+    "native",
+    [
+        pytest.param("amx_bf16", marks=pytest.mark.isa("amx_bf16")),
+        pytest.param(NAME, marks=[pytest.mark.isa("avx512_bf16"), pytest.mark.exhaustive]),
+    ],
+    indirect=True,
+)
 @pytest.mark.parametrize("terms", [70, 1024, 2100])
 @pytest.mark.parametrize("rows", [2, 17])
 def test_the_order_of_sums_by_tiles_is_the_documented_one(
     native: Kernels, terms: int, rows: int
 ) -> None:
     """Halves of the terms cancel out, so that what is left is what the sums rounded."""
-    if native.isa != "amx_bf16":
-        pytest.skip("no tiles")
     weight, x = torch.randn(70, terms // 2), torch.randn(rows, terms // 2)
     weight, x = torch.cat([weight, weight], 1).bfloat16(), torch.cat([x, -x], 1).bfloat16()
     x[0] *= 2.0**-126  # products and sums are subnormal

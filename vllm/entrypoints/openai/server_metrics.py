@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 class ServerMetrics(EngineMetrics):
     """The metrics of an engine, of its server's HTTP responses and of its storage folder."""
 
+    COUNTED = (*EngineMetrics.COUNTED, "responses", "errors", "last_error_time")
+
     def __init__(
         self, read_stats: Callable[[], EngineStats], model_name: str, engine: str = "0"
     ) -> None:

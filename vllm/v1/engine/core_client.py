@@ -75,7 +75,22 @@ class AnyCoreHandle(ABC):
         """Give the process ``grace_seconds`` to end, then kill it."""
 
 
-class CoreHandle(ChildProcess, AnyCoreHandle):
+class HandleOfFolder(AnyCoreHandle):
+    """A process that meets the front end in a folder of this machine."""
+
+    _folder: str
+
+    def bind(self, commands: zmq.Socket[Any], reports: zmq.Socket[Any]) -> None:
+        commands.bind(command_address(self._folder))
+        reports.bind(report_address(self._folder))
+
+    @asynccontextmanager
+    async def beginning(self) -> AsyncGenerator[None, None]:
+        """Do nothing: it begins without being asked."""
+        yield
+
+
+class CoreHandle(ChildProcess, HandleOfFolder):
     """The process of an engine core of this machine, from its start to its end."""
 
     def __init__(self) -> None:
@@ -107,15 +122,6 @@ class CoreHandle(ChildProcess, AnyCoreHandle):
     def wait_for_end(self) -> str:
         ending = f"the engine core's process ended with status {self.wait()}"
         return with_last_lines(ending, self.last_lines)
-
-    def bind(self, commands: zmq.Socket[Any], reports: zmq.Socket[Any]) -> None:
-        commands.bind(command_address(self._folder))
-        reports.bind(report_address(self._folder))
-
-    @asynccontextmanager
-    async def beginning(self) -> AsyncGenerator[None, None]:
-        """Do nothing: it begins when it gets its config."""
-        yield
 
     def make_stop_watch(self) -> Callable[[], bool]:
         return StopWatch("the engine core", self.pid).check

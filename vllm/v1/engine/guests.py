@@ -11,9 +11,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import AsyncGenerator, Callable, Iterable
-from contextlib import asynccontextmanager
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable
+from typing import Protocol
 
 import msgspec
 import zmq
@@ -22,7 +21,7 @@ import zmq.asyncio
 from vllm.exceptions import Failure, FailureKind
 from vllm.logger import init_logger
 from vllm.v1.engine import EngineCoreOutput, FinishReason
-from vllm.v1.engine.core_client import AnyCoreHandle
+from vllm.v1.engine.core_client import HandleOfFolder
 from vllm.v1.engine.core_messages import (
     AbortRequests,
     AddRequest,
@@ -53,7 +52,7 @@ class GuestHost(Protocol):
     async def send(self, command: CoreCommand) -> None: ...
 
 
-class GuestHandle(AnyCoreHandle):
+class GuestHandle(HandleOfFolder):
     """The host, as a guest sees it."""
 
     def __init__(self, folder: str) -> None:
@@ -73,15 +72,6 @@ class GuestHandle(AnyCoreHandle):
     def wait_for_end(self) -> str:
         self._has_ended.wait()
         return self._reason
-
-    def bind(self, commands: zmq.Socket[Any], reports: zmq.Socket[Any]) -> None:
-        commands.bind(command_address(self._folder))
-        reports.bind(report_address(self._folder))
-
-    @asynccontextmanager
-    async def beginning(self) -> AsyncGenerator[None, None]:
-        """Do nothing: the host has begun."""
-        yield
 
     def make_stop_watch(self) -> Callable[[], bool]:
         """Return what says no: the host watches the cores."""

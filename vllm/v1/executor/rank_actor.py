@@ -29,11 +29,12 @@ class RankActor:
             environment={**os.environ, **environment, "PYTHONPATH": os.pathsep.join(paths)},
         )
 
-    def run(self, settings: bytes) -> int:
-        """Hand over the settings, and wait for the end of the process; returns its status."""
+    def run(self, settings: bytes) -> tuple[int, str]:
+        """Hand over the settings, and wait for the end of the process; returns its status and the
+        last lines of its log."""
         with suppress(BrokenPipeError):
             self._process.send_pickled(settings)
-        return self._process.wait()
+        return self._process.wait(), self._process.last_lines
 
     def write_stacks(self) -> None:
         with suppress(ProcessLookupError):

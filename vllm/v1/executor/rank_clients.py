@@ -15,6 +15,7 @@ import zmq
 
 from vllm.distributed.broadcast import BroadcastSender
 from vllm.utils.child_process import ChildProcess, ending_of, private_folder, with_last_lines
+from vllm.utils.stop_watch import StopWatch
 from vllm.v1.executor.rank_messages import RankAnswer, RankSettings
 from vllm.v1.outputs import KVConnectorOutput
 
@@ -139,6 +140,7 @@ class RankProcess(RankClient):
         socket.bind(f"ipc://{folder}/answers")
         super().__init__(rank, socket, timeout_seconds)
         self._process = ChildProcess("vllm.v1.executor.rank_process", folder, files)
+        self._stop_watch = StopWatch(f"rank {rank}", self._process.pid)
 
     def send(self, settings: RankSettings) -> None:
         """Let the process begin. RankDiedError: it has ended."""
@@ -153,6 +155,7 @@ class RankProcess(RankClient):
     def ending(self) -> str | None:
         status = self._process.status
         if status is None:
+            self._stop_watch.check()  # whoever asks waits for the process
             return None
         ending = ending_of("rank", self.rank, status)
         return with_last_lines(ending, self._process.last_lines)

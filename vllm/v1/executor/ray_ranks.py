@@ -19,7 +19,7 @@ import zmq
 from vllm.config.connectors import REGISTERED
 from vllm.logger import init_logger, log_format
 from vllm.model_classes import ModelRegistry
-from vllm.utils.child_process import ending_of
+from vllm.utils.child_process import ending_of, with_last_lines
 from vllm.utils.ray_cluster import connect, current_group, find_room, in_bundle, remove_group
 from vllm.v1.executor.gloo_wiring import GlooWiring, make_store
 from vllm.v1.executor.node_links import SocketPlace, private_address
@@ -68,7 +68,9 @@ class RayRank(DistantRank):
 
     def _how_it_ended(self) -> str:
         try:
-            return f"{ending_of('rank', self.rank, self._ray.get(self._status))} in its Ray actor"
+            status, last_lines = self._ray.get(self._status)
+            ending = f"{ending_of('rank', self.rank, status)} in its Ray actor"
+            return with_last_lines(ending, last_lines)
         except self._ray.exceptions.RayError as error:
             text, _, _ = " ".join(str(error).split()).partition(" Some common causes")
             return f"the Ray actor of rank {self.rank} has ended: {text[:MOST_LETTERS]}"

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import (
@@ -115,11 +115,6 @@ class Histogram:
         return family
 
 
-def _is_count(value: object) -> bool:
-    is_by_name = isinstance(value, dict) and not any(isinstance(one, str) for one in value.values())
-    return isinstance(value, Histogram) or is_by_name
-
-
 def _total(one: Any, other: Any) -> Any:
     """Return the sum of counts of two processes; of times the later one."""
     if isinstance(one, Histogram):
@@ -209,6 +204,12 @@ class EngineMetrics(Collector):
     ``read_stats`` gives the engine's last report. For the event loop's thread only.
     """
 
+    COUNTED: ClassVar[tuple[str, ...]] = (
+        *("first_token_seconds", "token_seconds", "request_seconds", "phases"),
+        *("prompt_lengths", "generation_lengths", "finished", "failures", "last_failure_time"),
+    )
+    """Attributes that processes of one server count apart."""
+
     def __init__(
         self, read_stats: Callable[[], EngineStats], model_name: str, engine: str = "0"
     ) -> None:
@@ -228,7 +229,7 @@ class EngineMetrics(Collector):
 
     def counts(self) -> dict[str, Any]:
         """Return everything that is counted in this process, to be sent to another."""
-        return {name: value for name, value in vars(self).items() if _is_count(value)}
+        return {name: getattr(self, name) for name in self.COUNTED}
 
     def add_counts(self, counts: Mapping[str, Any]) -> None:
         """Add the counts of another process."""
