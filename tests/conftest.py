@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -44,22 +45,41 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_runtest_setup() -> None:
     torch.manual_seed(0)  # the same numbers whatever ran before, and on whichever worker
-    settle_modules()
+    collections.settle()
 
 
-num_settled_modules = 0
+SLOW_COLLECTION_SECONDS = 0.05
 
 
-def settle_modules() -> None:
-    """Full collections look at what tests made, not at the 400,000 objects of imported modules.
+class CollectionClock:
+    """Full collections look at what a test made, not at modules or at what other tests left.
 
-    Every engine that ends asks for one, which takes ten times as long as the engine otherwise.
+    Every engine that ends asks for a collection. Among the 400,000 objects of imported modules
+    it takes ten times as long as the engine, and more when thousands of tests have run.
     """
-    global num_settled_modules
-    if len(sys.modules) > num_settled_modules + 50:
-        gc.collect()
-        gc.freeze()
-        num_settled_modules = len(sys.modules)
+
+    def __init__(self) -> None:
+        self._started = 0.0
+        self._was_slow = False
+        self._num_modules = 0
+        gc.callbacks.append(self._note)
+
+    def _note(self, phase: str, info: dict[str, int]) -> None:
+        now = time.perf_counter()
+        if phase == "start":
+            self._started = now
+        elif info["generation"] == 2 and now - self._started > SLOW_COLLECTION_SECONDS:
+            self._was_slow = True
+
+    def settle(self) -> None:
+        """Leave out of collections what there is now, if one was slow or is going to be."""
+        if self._was_slow or len(sys.modules) > self._num_modules + 50:
+            gc.collect()
+            gc.freeze()
+            self._num_modules, self._was_slow = len(sys.modules), False
+
+
+collections = CollectionClock()
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.engine.harness import engine, extraction_config, greedy, random_prompts
-from tests.models.families import SLICE
+from tests.models.families import MIXERS
 from tests.models.oracle import reference_run
 from vllm import LLM, AsyncEngineArgs, AsyncLLM, SamplingParams
 from vllm.outputs import Logprob, RequestOutput
@@ -59,7 +59,7 @@ def transformers_tokens(folder: Path, prompts: Sequence[dict[str, list[int]]]) -
     return tokens
 
 
-@pytest.mark.parametrize("family", SLICE)
+@pytest.mark.parametrize("family", MIXERS)
 def test_greedy_tokens_are_transformers(family: str, checkpoint: Checkpoint) -> None:
     # Its indexer scores tokens alike now and then; which of them are read is up to each, so that
     # transformers with and without its cache differ too. Here it reads all.

@@ -187,7 +187,7 @@ def resident_bytes() -> int:
 
 
 @pytest.mark.parametrize("num_requests", [200, at_night(2000)])
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3_5"])
+@pytest.mark.parametrize("family", [at_night("llama"), "qwen2", "qwen3_5"])
 def test_requests_for_a_pool_that_is_too_small(
     family: str, num_requests: int, checkpoint: Checkpoint, tmp_path: Path
 ) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.engine.harness import core_of, engine, greedy, random_prompts
+from tests.grids import at_night
 from tests.models import zoo
 from tests.models.families import SLICE
 from tests.models.oracle import relative_error, steered_run
@@ -37,7 +38,7 @@ def test_rows_are_those_of_steered_transformers(family: str, checkpoint: Checkpo
 @pytest.mark.parametrize(
     ("family", "way"),
     [
-        ("mamba2", "one request after another"),
+        at_night("mamba2", "one request after another"),
         ("bamba", "one request after another"),
         ("rwkv", "again in each step"),
     ],

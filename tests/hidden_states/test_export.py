@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from tests.grids import at_night
+from tests.grids import at_night, grid
 from tests.hidden_states.sample_data import folder_bytes
 from vllm.entrypoints.cli.hidden_states import hidden_states
 from vllm.hidden_states import HiddenStatesDataset
@@ -421,7 +421,10 @@ def convert_in_child(*arguments: str, limit: int | None = None) -> subprocess.Po
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("fmt", EXPORTS)
+@pytest.mark.parametrize(
+    "fmt",
+    grid(EXPORTS, by_day=[("huggingface",), ("modelopt",), ("saelens",), ("webdataset",)]),
+)
 def test_a_disk_that_takes_no_more(tmp_path: Path, fmt: str) -> None:
     path = for_format(tmp_path / "a", fmt, hidden_size=2000, shard_bytes=1 << 20)
     output = tmp_path / "b"

@@ -79,9 +79,7 @@ def case(
         SHAPES,
         ["at once", "in chunks", "bfloat16"],
         by_day=[
-            ("llama", "at once"),
             ("mistral", "in chunks"),
-            ("qwen3_5", "in chunks"),
             ("qwen3_5", "bfloat16"),
         ],
     ),

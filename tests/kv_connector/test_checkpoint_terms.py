@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.engine.harness import core_of, engine, random_prompts
+from tests.grids import grid
 from tests.kv_connector.checkpoint_connector import CheckpointConnector, checkpoint_connector
 from tests.kv_connector.loading import (
     OFFLOADING,
@@ -35,9 +36,24 @@ def blocks_of_one(llm: LLM) -> int:
     return sum(spec.max_blocks_per_request(core.vllm_config) for spec in specs)
 
 
-@pytest.mark.parametrize("options", [{}, {"background": 2, "undecided": 2}], ids=str)
+BACKGROUND = {"background": 2, "undecided": 2}
+
+
 @pytest.mark.parametrize(
-    "family", ["llama", "qwen2", "gemma3", "deepseek_v2", "qwen3_5", "nemotron_h", "falcon_h1"]
+    ("family", "options"),
+    grid(
+        ["llama", "qwen2", "gemma3", "deepseek_v2", "qwen3_5", "nemotron_h", "falcon_h1"],
+        [{}, BACKGROUND],
+        by_day=[
+            ("llama", BACKGROUND),
+            ("gemma3", {}),
+            ("deepseek_v2", BACKGROUND),
+            ("qwen3_5", BACKGROUND),
+            ("nemotron_h", {}),
+            ("falcon_h1", BACKGROUND),
+        ],
+    ),
+    ids=str,
 )
 def test_rows_and_tokens_are_those_computed(
     family: str, options: dict[str, int], checkpoint: Checkpoint, tmp_path: Path

@@ -946,3 +946,9 @@ _BY_DAY = {
 }
 SLICE = [family if family in _BY_DAY else at_night(family) for family in FAMILIES]
 """For ``parametrize``: by day those that between them have every kind of layer, at night all."""
+_MIXERS_BY_DAY = {
+    *("llama", "gemma2", "qwen3_5", "nemotron_h", "jamba", "minimax", "recurrent_gemma", "xlstm"),
+    *("lfm2", "deepseek_v3", "deepseek_v32", "rwkv"),
+}
+MIXERS = [family if family in _MIXERS_BY_DAY else at_night(family) for family in FAMILIES]
+"""The same for what decoding adds to extraction: by day one of each kind of cache."""

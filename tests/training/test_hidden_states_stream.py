@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 import os
 import signal
 import socket
@@ -13,7 +12,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import date
 from decimal import Decimal
 from pathlib import Path
@@ -91,9 +90,10 @@ def wait_for(holds: Callable[[], bool]) -> None:
 
 def num_segments() -> int:
     """Descriptors and mappings of shared memory that this process has."""
-    gc.collect()
-    links = [Path(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd")]
-    targets = [os.readlink(link) for link in links if link.is_symlink()]
+    targets = []
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):  # another thread closed it
+            targets.append(os.readlink(f"/proc/self/fd/{name}"))
     mapped = Path("/proc/self/maps").read_bytes().count(b"memfd:hidden-states")
     return sum("memfd:hidden-states" in target for target in targets) + mapped
 

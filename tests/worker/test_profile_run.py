@@ -10,7 +10,7 @@ import pytest
 
 from tests.engine.fake_card import fake_card
 from tests.engine.harness import core_of, engine, extraction_config, greedy, random_prompts
-from tests.grids import at_night
+from tests.grids import at_night, grid
 from tests.worker.test_recorded_steps import Recorder
 from vllm import LLM
 from vllm.ops.cuda import triton_attention
@@ -24,8 +24,14 @@ from vllm.v1.worker import gpu_model_runner, gpu_worker, profile_run
 Checkpoint = Callable[..., Path]
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3_5"])
-@pytest.mark.parametrize("extracts", ["rows", "files"])
+@pytest.mark.parametrize(
+    ("family", "extracts"),
+    grid(
+        ["llama", "mistral", "qwen3_5"],
+        ["rows", "files"],
+        by_day=[("llama", "rows"), ("mistral", "files"), ("qwen3_5", "files")],
+    ),
+)
 def test_profile_run(
     family: str,
     extracts: str,
