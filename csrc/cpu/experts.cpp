@@ -1,4 +1,7 @@
 // Mixtures of experts: the choice of experts, and the sum of their outputs.
+#include <algorithm>
+#include <utility>
+
 #include "operation.h"
 #include "vec_math.h"
 
@@ -132,6 +135,31 @@ void choose_experts(const Tensor& logits, const MaybeTensor& correction, bool by
   });
 }
 
+// A counting sort: pairs of one expert keep their order.
+void sort_pairs(const Tensor& experts, const Tensor& tokens, const Tensor& starts,
+                const Tensor& places) {
+  const int64_t pairs = tokens.size(0), ranks = experts.size(1), bounds = starts.size(0);
+  const auto* chosen = data_of<const int64_t>(experts);
+  constexpr int64_t kMostExperts = 1 << 20;
+  int64_t count = bounds;
+  Status status = kOk;
+  for (int64_t i = 0; i < pairs; ++i) {
+    if (chosen[i] < 0 || chosen[i] >= kMostExperts) status = kBadIndex;
+    count = std::max(count, chosen[i] + 1);
+  }
+  check(status, "sort_pairs");
+  std::vector<int64_t> next(size_t(count), 0);  // the place of the next pair of each expert
+  for (int64_t i = 0; i < pairs; ++i) ++next[size_t(chosen[i])];
+  int64_t place = 0;
+  for (int64_t& each : next) place += std::exchange(each, place);
+  std::copy_n(next.begin(), bounds, data_of<int64_t>(starts));
+  for (int64_t i = 0; i < pairs; ++i) {
+    const int64_t here = next[size_t(chosen[i])]++;
+    data_of<int64_t>(tokens)[here] = i / ranks;
+    data_of<int64_t>(places)[i] = here;
+  }
+}
+
 struct CombineArgs {
   int64_t tokens, ranks, n, pairs, stride;
   const int64_t* places;
@@ -205,6 +233,7 @@ void combine_experts(const Tensor& outputs, const Tensor& places, const Tensor& 
 }  // namespace
 
 VLLM_OPERATION(choose_experts)
+VLLM_OPERATION(sort_pairs)
 VLLM_OPERATION(combine_experts)
 
 }  // namespace vllm

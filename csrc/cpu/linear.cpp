@@ -4,6 +4,8 @@
 // weights of one term side by side (for bfloat16 those of two terms in turns, as pairs), so that it
 // is read from its beginning to its end. Weights of types that the products do not take are
 // converted round by round. A weight in plain rows is transposed round by round.
+#include <cstring>
+
 #include "product.h"
 
 namespace vllm {
@@ -165,6 +167,102 @@ void linear_by_head(const Tensor& x, const Tensor& weight, const Tensor& out) {
         "linear_by_head");
 }
 
+struct ExpertArgs {
+  int64_t dtype;
+  const void* x;
+  int64_t x_rows, n, x_stride;
+  const int64_t* rows;    // [pairs]; null: x has a row for each pair
+  const int64_t* starts;  // [experts + 1]
+  const char* weight;
+  bool is_panels;
+  int64_t weight_bytes, row_stride;  // of an expert; of plain rows
+  const char* bias;                  // [experts, columns]; may be null
+  char* out;                         // [pairs, columns]
+  int64_t pairs, columns;
+};
+
+template <class Math>
+Status multiply_expert(const ExpertArgs& args, int64_t expert, int64_t threads) {
+  using T = typename Math::Element;
+  const int64_t begin = args.starts[expert], count = args.starts[expert + 1] - begin;
+  const T* x = static_cast<const T*>(args.x);
+  int64_t stride = args.x_stride;
+  std::vector<T> gathered;
+  if (args.rows == nullptr) {
+    x += begin * stride;
+  } else if (count == 1) {
+    x += args.rows[begin] * stride;
+  } else {
+    gathered.resize(size_t(count * args.n));
+    for (int64_t i = 0; i < count; ++i) {
+      std::memcpy(gathered.data() + i * args.n, x + args.rows[begin + i] * stride,
+                  size_t(args.n) * sizeof(T));
+    }
+    x = gathered.data(), stride = args.n;
+  }
+  const int64_t size = args.columns * int64_t(sizeof(T));
+  const char* bias = args.bias == nullptr ? nullptr : args.bias + expert * size;
+  const ProductArgs product{args.dtype,   threads, x,    count, args.n, stride,
+                            args.columns, bias,    args.out + begin * size, args.columns};
+  const FloatWeight floats{args.weight + expert * args.weight_bytes, args.is_panels,
+                           args.row_stride};
+  return Product<Math, FloatPanel<Math>, FloatWeight>(product, floats).run();
+}
+
+// The experts one after another, or a thread for each if no expert has most of the pairs.
+template <class Math>
+Status run_by_expert(const ExpertArgs& args, int64_t experts) {
+  if (args.rows != nullptr) {
+    for (int64_t pair = 0; pair < args.pairs; ++pair) {
+      if (args.rows[pair] < 0 || args.rows[pair] >= args.x_rows) return kBadIndex;
+    }
+  }
+  std::vector<int64_t> active;
+  int64_t most = 0;
+  for (int64_t expert = 0; expert < experts; ++expert) {
+    const int64_t begin = args.starts[expert], end = args.starts[expert + 1];
+    if (begin < 0 || begin > end || end > args.pairs) return kBadIndex;
+    if (begin < end) active.push_back(expert);
+    most = std::max(most, end - begin);
+  }
+  const int64_t threads = num_threads(), count = int64_t(active.size());
+  const int64_t cells = args.columns * args.n / (kWidth * Math::kPerCell);
+  const bool shares = count >= threads && 2 * most * threads <= 3 * args.pairs;
+  const bool is_work = cells * (4 * count + args.pairs / 4) >= kSerialWork;
+  SharedStatus status;
+  parallel_for(shares && is_work ? threads : 1, count, [&](int64_t i) {
+    const int64_t each = shares || !is_work ? 1 : threads;
+    const Status found = multiply_expert<Math>(args, active[size_t(i)], each);
+    if (found != kOk) status.fail(found);
+  });
+  return Status(status.value);
+}
+
+void expert_linear(const Tensor& x, const MaybeTensor& rows, const Tensor& starts,
+                   const Tensor& weight, const MaybeTensor& bias, const Tensor& out) {
+  check(with_tile_math(dtype_of(x),
+                  [&](auto math) {
+                    using T = typename decltype(math)::Element;
+                    const ExpertArgs args{dtype_of(x),
+                                          x.data_ptr(),
+                                          x.size(0),
+                                          x.size(1),
+                                          x.stride(0),
+                                          static_cast<const int64_t*>(data_of(rows)),
+                                          data_of<const int64_t>(starts),
+                                          data_of<const char>(weight),
+                                          weight.dim() == 5,
+                                          weight.stride(0) * int64_t(sizeof(T)),
+                                          weight.stride(1),
+                                          static_cast<const char*>(data_of(bias)),
+                                          data_of<char>(out),
+                                          out.size(0),
+                                          out.size(1)};
+                    return run_by_expert<decltype(math)>(args, starts.size(0) - 1);
+                  }),
+        "expert_linear");
+}
+
 struct EmbeddingArgs {
   int64_t dtype, threads;
   const int64_t* ids;
@@ -208,6 +306,7 @@ void panel_embedding(const Tensor& token_ids, const Tensor& panels, int64_t rows
 
 VLLM_OPERATION(linear)
 VLLM_OPERATION(linear_by_head)
+VLLM_OPERATION(expert_linear)
 VLLM_OPERATION(panel_embedding)
 
 }  // namespace vllm

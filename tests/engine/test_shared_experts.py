@@ -131,11 +131,13 @@ def test_an_engine_without_requests_takes_part(engines: Engines, expected: Expec
 
 def test_engines_without_work_rest(engines: Engines) -> None:
     processes = [psutil.Process(pid) for pid in engines.pids]
-    time.sleep(0.1)
-    before = [sum(one.cpu_times()[:2]) for one in processes]
-    time.sleep(0.5)
-    after = [sum(one.cpu_times()[:2]) for one in processes]
-    assert max(b - a for a, b in zip(before, after, strict=True)) < 0.1
+    busiest = []
+    while not busiest or busiest[-1] >= 0.1:  # once what a start leaves to do is done
+        assert len(busiest) < 40, busiest
+        before = [sum(one.cpu_times()[:2]) for one in processes]
+        time.sleep(0.5)
+        after = [sum(one.cpu_times()[:2]) for one in processes]
+        busiest.append(max(b - a for a, b in zip(before, after, strict=True)))
 
 
 @pytest.mark.parametrize("number", [0, 1])

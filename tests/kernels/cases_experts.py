@@ -43,6 +43,22 @@ def _chosen(tokens: int, num_experts: int, top_k: int) -> torch.Tensor:
 
 
 @cases
+def sort_pairs(dtype: torch.dtype) -> Iterator[Case]:
+    if dtype is not torch.float32:
+        return
+    for tokens, num_experts, top_k, num_bounds in (
+        (0, 3, 1, 4),
+        (1, 1, 1, 2),
+        (40, 6, 3, 7),
+        (33, 9, 4, 6),  # experts beyond the bounds come last
+        (300, 70, 8, 71),
+    ):
+        chosen = _chosen(tokens, num_experts, top_k)
+        out = [torch.full(size, -7) for size in ((chosen.numel(),), (num_bounds,), chosen.shape)]
+        yield Case((chosen, *out), 0.0, ("tokens", "starts", "places"))
+
+
+@cases
 def expert_linear(dtype: torch.dtype) -> Iterator[Case]:
     for tokens, num_experts, top_k, terms, columns in (
         (0, 3, 1, 8, 8),

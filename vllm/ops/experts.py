@@ -109,13 +109,39 @@ class SortedPairs(NamedTuple):
 
 
 def sort_by_expert(experts: torch.Tensor, num_experts: int) -> SortedPairs:
-    """Sort int64 [tokens, k], as written by :func:`choose_experts`. Does not wait for a device."""
+    """Sort int64 [tokens, k], as written by :func:`choose_experts`. Does not wait for a device.
+
+    Pairs of experts from ``num_experts`` on come last.
+    """
+    experts = experts.contiguous()
+    pairs = SortedPairs(
+        experts.new_empty(experts.numel()),
+        experts.new_empty(num_experts + 1),
+        torch.empty_like(experts),
+    )
+    sort_pairs(experts, *pairs)
+    return pairs
+
+
+@operation
+def sort_pairs(experts: torch.Tensor, tokens: Written, starts: Written, places: Written) -> None:
+    """Write the parts of :class:`SortedPairs`. experts: int64 [tokens, k], none negative."""
     chosen, order = experts.flatten().sort(stable=True)
-    boundaries = torch.arange(num_experts + 1, device=experts.device)
     numbers = torch.arange(len(order), device=order.device)
-    places = torch.empty_like(order).scatter_(0, order, numbers)
-    starts = torch.searchsorted(chosen, boundaries)
-    return SortedPairs(order // experts.shape[1], starts, places.view(experts.shape))
+    places.view(-1).scatter_(0, order, numbers)
+    boundaries = torch.arange(len(starts), device=experts.device)
+    torch.searchsorted(chosen, boundaries, out=starts)
+    torch.floor_divide(order, experts.shape[1], out=tokens)
+
+
+@sort_pairs.contract
+def _(
+    experts: torch.Tensor, tokens: torch.Tensor, starts: torch.Tensor, places: torch.Tensor
+) -> None:
+    assert experts.dtype is tokens.dtype is starts.dtype is places.dtype is torch.int64
+    assert places.shape == experts.shape and tokens.shape == (experts.numel(),)
+    assert all(each.is_contiguous() for each in (experts, tokens, starts, places))
+    assert len(starts) > 0
 
 
 @operation

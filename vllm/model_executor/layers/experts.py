@@ -247,19 +247,23 @@ class Experts(Layer):
                 rows = rows[begin:end]
             if begin == end:
                 return
-        weights = [weight_of(each) for each in (self.gate_up_proj, self.down_proj)]
-        is_adapted = any(each.is_adapted for each in weights) and current_adapters() is not None
-        if not all(each.is_in_rows for each in weights):
+        gate_up, down = weight_of(self.gate_up_proj), weight_of(self.down_proj)
+        is_adapted = (gate_up.is_adapted or down.is_adapted) and current_adapters() is not None
+        if len(out) <= _PAIRS_OF_A_GROUP:
+            in_one_call = not (gate_up.has_codes or down.has_codes)
+        else:
+            in_one_call = gate_up.is_in_rows and down.is_in_rows
+        if not in_one_call:
             self._run_in_groups(x, rows, starts, out, tokens if is_adapted else None)
             return
-        gate_up = x.new_empty((len(out), self.num_inputs * self.size))
-        expert_linear(x, rows, starts, self.gate_up_proj, self.gate_up_proj_bias, gate_up)
+        wide = x.new_empty((len(out), self.num_inputs * self.size))
+        expert_linear(x, rows, starts, self.gate_up_proj, self.gate_up_proj_bias, wide)
         if is_adapted:
-            self._adapt(weights[0], x, rows, starts, gate_up, tokens)
-        inner = self.activation(gate_up)
+            self._adapt(gate_up, x, rows, starts, wide, tokens)
+        inner = self.activation(wide)
         expert_linear(inner, None, starts, self.down_proj, self.down_proj_bias, out)
         if is_adapted:
-            self._adapt(weights[1], inner, None, starts, out, tokens)
+            self._adapt(down, inner, None, starts, out, tokens)
 
     def complete(self, out: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
         """Return the outputs of all pairs, from what each rank of this engine has of them."""
