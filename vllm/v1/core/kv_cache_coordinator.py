@@ -112,5 +112,7 @@ def _agreed(
     while num_grains != before:
         before = num_grains
         for manager in managers:
+            if num_grains <= 0:
+                return 0
             num_grains = manager.longest_hit(hashes, num_grains)
     return num_grains

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -119,8 +118,8 @@ class KVCacheManager:
         if (row_position := request.next_row_position) is not None:
             limit = min(limit, row_position // HASH_TOKENS)
         if self.coordinator.has_recurrent_state:
-            num_grains = self.coordinator.longest_token_hit(request.prefix_hashes, limit)
-            self._branches[request.request_id] = num_grains * HASH_TOKENS
+            limit = self.coordinator.longest_token_hit(request.prefix_hashes, limit)
+            self._branches[request.request_id] = limit * HASH_TOKENS
         return self.coordinator.find_longest_hit(request.prefix_hashes, limit)
 
     def _is_cached(self, request: Request) -> bool:
@@ -262,60 +261,70 @@ class KVCacheManager:
         """Choose the states to keep in a step that computes tokens [start, end) of each request."""
         if not self.coordinator.recurrent.group_ids:
             return {}
-        chunks = list(chunks)
-        planned: dict[str, list[StateSnapshot]] = defaultdict(list)
-        for spare in (False, True):
-            for request, start, end in chunks:
-                if own := self._plan_some(request, start, end, spare=spare):
-                    planned[request.request_id] += own
+        planned: dict[str, list[StateSnapshot]] = {}
+        spare: list[tuple[Request, int, int]] = []
+        for request, start, end in chunks:
+            wanted, others = self._snapshot_positions(request, start, end)
+            own = [self._plan_snapshot(request, start, at, is_spare=False) for at in wanted]
+            if found := [snapshot for snapshot in own if snapshot is not None]:
+                planned[request.request_id] = found
+            spare += [(request, start, at) for at in others]
+        for request, start, at in spare:
+            if snapshot := self._plan_snapshot(request, start, at, is_spare=True):
+                planned.setdefault(request.request_id, []).append(snapshot)
         return {request_id: sorted(own) for request_id, own in planned.items()}
 
-    def _plan_some(
-        self, request: Request, start: int, end: int, *, spare: bool
-    ) -> list[StateSnapshot]:
-        """States worth keeping while tokens [start, end) are computed: the wanted ones, or the
-        ``spare`` ones, which are planned after the wanted ones of all requests of the step.
+    def _snapshot_positions(
+        self, request: Request, start: int, end: int
+    ) -> tuple[list[int], list[int]]:
+        """Positions in tokens [start, end) after which a state is worth keeping: the wanted ones,
+        and the spare ones, which are planned after the wanted ones of all requests of the step.
+
+        Wanted are the state at the end of the prompt, and the one where an earlier prompt
+        diverged: a third prompt may follow.
+        """
+        if not self._is_cached(request):
+            return [], []
+        end = min(end, request.num_tokens)  # the last token may not be known yet
+        grain, interval = self.state_grain, self.snapshot_interval
+        if start // grain == end // grain and start // interval == end // interval:
+            return [], []  # the case of most decoded tokens
+        extend_prefix_hashes(request, end)
+        ends = (request.num_prompt_tokens - 1, self._branches.get(request.request_id, 0))
+        wanted = [position // grain * grain for position in ends]
+        positions = snapshot_positions(start, end, interval, *wanted)
+        here = [position for position in positions if position in wanted]
+        return here, [position for position in positions if position not in wanted]
+
+    def _plan_snapshot(
+        self, request: Request, start: int, position: int, *, is_spare: bool
+    ) -> StateSnapshot | None:
+        """Plan to keep the state at ``position`` of a chunk from ``start`` on, if there is room.
 
         Called when all requests of the step have their blocks: snapshots take blocks that
-        hold nothing. Some may overwrite the content that was unused for longest: the state at
-        the end of the prompt, the one where an earlier prompt diverged (a third prompt may
-        follow), and others as long as they take no more of the pool than the tokens do. These
+        hold nothing. Some may overwrite the content that was unused for longest: the wanted
+        states, and others as long as they take no more of the pool than the tokens do. These
         others are the first to be overwritten, unless they are used before. When the limit of
         kept states is reached, the same rule decides which ones may push others out.
         """
         recurrent = self.coordinator.recurrent
-        if not self._is_cached(request):
-            return []
-        end = min(end, request.num_tokens)  # the last token may not be known yet
-        grain, interval = self.state_grain, self.snapshot_interval
-        if start // grain == end // grain and start // interval == end // interval:
-            return []  # the case of most decoded tokens
-        extend_prefix_hashes(request, end)
-        ends = (request.num_prompt_tokens - 1, self._branches.get(request.request_id, 0))
-        wanted = [position // grain * grain for position in ends]
-        planned = []
-        for position in snapshot_positions(start, end, interval, *wanted):
-            digest = request.prefix_hashes[position // HASH_TOKENS - 1]
-            if recurrent.find_snapshot(digest):
-                continue
-            is_wanted = position in wanted
-            if is_wanted is spare:
-                continue
-            may_overwrite = is_wanted or position % self.overwriting_interval == 0
-            room = self.pool.num_free_blocks
-            if not may_overwrite:
-                room = 0 if recurrent.is_full else self.pool.num_idle_blocks
-            if room < len(recurrent.group_ids):
-                continue
-            blocks = self.pool.allocate(len(recurrent.group_ids), for_states=True)
-            if is_wanted:
-                recurrent.note_used(request.request_id, position, blocks)
-            else:
-                recurrent.note_spare(request.request_id, blocks)
-            snapshot = StateSnapshot(position - start, tuple(blocks))
-            self._plan.snapshots.append((request, digest, snapshot))
-            planned.append(snapshot)
-        return planned
+        digest = request.prefix_hashes[position // HASH_TOKENS - 1]
+        if recurrent.find_snapshot(digest):
+            return None
+        may_overwrite = not is_spare or position % self.overwriting_interval == 0
+        room = self.pool.num_free_blocks
+        if not may_overwrite:
+            room = 0 if recurrent.is_full else self.pool.num_idle_blocks
+        if room < len(recurrent.group_ids):
+            return None
+        blocks = self.pool.allocate(len(recurrent.group_ids), for_states=True)
+        if is_spare:
+            recurrent.note_spare(request.request_id, blocks)
+        else:
+            recurrent.note_used(request.request_id, position, blocks)
+        snapshot = StateSnapshot(position - start, tuple(blocks))
+        self._plan.snapshots.append((request, digest, snapshot))
+        return snapshot
 
     def finish_step(self, step_number: int) -> None:
         """Take in that a step ran: its copies were made and its snapshots written."""

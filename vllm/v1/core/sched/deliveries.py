@@ -111,7 +111,8 @@ class Deliveries:
         self._report_cancelled(request)
 
     def _free_unless_held(self, request: Request) -> None:
-        if request.request_id not in self._held_blocks | self._held_loads:
+        request_id = request.request_id
+        if request_id not in self._held_blocks and request_id not in self._held_loads:
             self._manager.free(request)
 
     def take_load(self, request_id: str) -> None:
