@@ -42,11 +42,11 @@ class Source(NamedTuple):
     path: Path
     format: InputFormat
     is_stdin: bool = False
-    """Whether the file, whose name means nothing, is a copy of standard input."""
+    """The file is a copy of standard input, and its own name means nothing."""
 
     @property
     def name(self) -> str:
-        """What stands for the file in the places of records, which a dataset stores."""
+        """Name of the file in the places of records, which a dataset stores."""
         return "stdin" if self.is_stdin else self.path.name
 
     def __str__(self) -> str:
