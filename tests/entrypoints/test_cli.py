@@ -285,6 +285,12 @@ def test_help_begins_with_the_most_used_flags(
     assert shown(capsys, "help", command) == text
 
 
+@pytest.mark.parametrize("name", ["samples", "seed", "shard-size"])
+def test_help_tells_a_default_once(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for entry in printed(capsys, f"--help={name}").split("\n\n"):
+        assert entry.count("(default: ") <= 1, entry
+
+
 def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     text = printed(capsys, "--help")
     assert printed(capsys, "help") == text
@@ -326,6 +332,21 @@ def test_output_that_is_closed_or_full(output: str, statuses: list[int], argumen
     assert done.returncode in ([0, 1] if prints_itself else statuses), done.stderr
     assert "Traceback" not in done.stderr
     assert "No space left" in done.stderr or done.returncode == 0
+
+
+@pytest.mark.parametrize("variable", ["VLLM_LOGGING_LEVEL", "VLLM_LOG_FORMAT"])
+def test_a_variable_that_every_module_reads(variable: str) -> None:
+    """It is looked at before other modules are imported, which would end in a traceback."""
+    done = subprocess.run(
+        [sys.executable, "-m", "vllm.entrypoints.cli.main", "models"],
+        env={**os.environ, variable: "loud"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"vllm models: environment variable {variable}='loud': use one")
+    assert done.stderr.count("\n") == 1
 
 
 def test_ctrl_c_before_a_command_has_begun(

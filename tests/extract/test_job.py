@@ -665,6 +665,29 @@ def test_standard_input(
     assert digests(output) == digests(tmp_path / "from_file")
 
 
+def test_records_of_standard_input_have_a_place_that_is_always_the_same(
+    tiny_llama: Path, data: Path, output: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = data.read_bytes() + b'{"other": 1}\n'
+    for folder in (output, tmp_path / "again"):
+        monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(lines)))
+        assert run(tiny_llama, data, folder, input=["-"]) == 0
+    assert digests(output) == digests(tmp_path / "again")
+    (skipped,) = json.loads((output / "index.json").read_text())["skipped"]
+    assert skipped["reason"].endswith(f"(stdin:{lines.count(10)})")
+
+
+def test_standard_input_that_is_closed_or_named_twice(
+    tiny_llama: Path, data: Path, output: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ValueError, match=r"--input - - cannot be read: .* only once"):
+        run(tiny_llama, data, output, input=["-", "-"])
+    monkeypatch.setattr(sys, "stdin", None)
+    with pytest.raises(ValueError, match=r"--input -: standard input is closed"):
+        run(tiny_llama, data, output, input=["-"])
+    assert not output.exists()
+
+
 def test_shuffled_selection(tiny_llama: Path, data: Path, output: Path) -> None:
     run(tiny_llama, data, output, shuffle_seed=3, max_samples=25)
     order = [sample.record for sample in HiddenStatesDataset(output)]

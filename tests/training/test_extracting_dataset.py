@@ -6,6 +6,8 @@ import asyncio
 import gc
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -366,6 +368,33 @@ def test_interrupted_and_closed_in_the_middle(
     dataset.close()
     with pytest.raises(EngineDeadError, match="shut down while its samples were read"):
         list(samples)
+
+
+FORGOTTEN = """
+import sys
+from vllm import AsyncEngineArgs
+from vllm.training import ExtractingDataset
+
+if __name__ == "__main__":
+    arguments = AsyncEngineArgs(sys.argv[1], max_model_len=128, kv_cache_memory_bytes=2**24)
+    dataset = ExtractingDataset(arguments, [[3, 5], [7]], 2)
+    samples = iter(dataset)
+    print(next(samples).index, flush=True)
+"""
+
+
+@pytest.mark.exhaustive
+def test_a_script_that_does_not_close_it_ends_quietly(
+    arguments: AsyncEngineArgs, tmp_path: Path
+) -> None:
+    """At the end of the interpreter no thread can be started to wait for the engine."""
+    script = tmp_path / "script.py"
+    script.write_text(FORGOTTEN)
+    command = [sys.executable, str(script), str(arguments.model)]
+    environment = {**os.environ, "PYTHONPATH": str(Path.cwd()), "VLLM_LOGGING_LEVEL": "ERROR"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, "0\n")
+    assert "Traceback" not in done.stderr, done.stderr
 
 
 def test_a_start_that_is_forgotten_with_its_loop(arguments: AsyncEngineArgs) -> None:

@@ -1,9 +1,9 @@
-"""Merging of async iterators."""
+"""Merging of async iterators, and calls that block."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from typing import TypeVar
 
@@ -50,3 +50,13 @@ async def merge_async_iterators(
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def call_in_thread(function: Callable[[float], T], seconds: float) -> T:
+    """Call ``function`` beside the loop, or in it at the end of the interpreter, when no thread
+    can be started any more: an engine that nobody has closed ends only then."""
+    try:
+        call = asyncio.get_running_loop().run_in_executor(None, function, seconds)
+    except RuntimeError:
+        return function(seconds)
+    return await call

@@ -133,6 +133,9 @@ class HelpFormatter(argparse.HelpFormatter):
 
     def _get_help_string(self, action: argparse.Action) -> str:
         text = action.help or ""
-        if action.default in (None, argparse.SUPPRESS, "", {}, []) or action.default is False:
+        is_empty = (
+            action.default in (None, argparse.SUPPRESS, "", {}, []) or action.default is False
+        )
+        if is_empty or "%(default)s" in text:
             return text
         return f"{text} (default: %(default)s)"

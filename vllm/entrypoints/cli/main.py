@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
+from vllm import envs
 from vllm.exceptions import EXIT_STATUS, FailureKind
 from vllm.utils.gc_utils import collect_less_often
 from vllm.utils.text import did_you_mean
@@ -134,6 +135,11 @@ def _run_command(name: str, arguments: Sequence[str]) -> int:
     if name not in COMMANDS:
         hint = did_you_mean(name, COMMANDS) or f"; the commands are {', '.join(COMMANDS)}"
         build_parser().error(f"there is no command {name!r}{hint}")
+    try:  # what every other module reads when it is imported
+        _ = envs.VLLM_LOGGING_LEVEL, envs.VLLM_LOG_FORMAT
+    except ValueError as error:
+        print(f"vllm {name}: {error}", file=sys.stderr)
+        return EXIT_STATUS[FailureKind.BAD_REQUEST]
     function = name.replace("-", "_")
     module = import_module(f"vllm.entrypoints.cli.{function}")
     status: int = vars(module)[function](arguments)

@@ -453,6 +453,9 @@ def _open_plan(
 @contextmanager
 def _sources(options: ExtractOptions, directory: Path) -> Iterator[list[Source]]:
     """Yield the files of the input; standard input is copied to a file inside the block."""
+    if options.input.count(STDIN) > 1:
+        named = " ".join(options.input)
+        raise ValueError(f"--input {named} cannot be read: standard input is there only once")
     with ExitStack() as stack:
         sources: list[Source] = []
         for name in options.input:
@@ -462,9 +465,10 @@ def _sources(options: ExtractOptions, directory: Path) -> Iterator[list[Source]]
                 continue
             spool = Path(temporary_path(directory / "stdin"))
             stack.callback(spool.unlink, missing_ok=True)
+            if sys.stdin is None:  # closed by the shell
+                raise ValueError(f"--input {STDIN}: standard input is closed; pipe records into it")
             with spool.open("xb") as file:
                 shutil.copyfileobj(sys.stdin.buffer, file, _COPY_BYTES)
-            sources.append(
-                Source(spool, "jsonl" if options.input_format == "auto" else options.input_format)
-            )
+            form = "jsonl" if options.input_format == "auto" else options.input_format
+            sources.append(Source(spool, form, is_stdin=True))
         yield sources

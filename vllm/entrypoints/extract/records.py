@@ -41,6 +41,16 @@ class Source(NamedTuple):
 
     path: Path
     format: InputFormat
+    is_stdin: bool = False
+    """The file is a copy of standard input, and its own name means nothing."""
+
+    @property
+    def name(self) -> str:
+        """Name of the file in the places of records, which a dataset stores."""
+        return "stdin" if self.is_stdin else self.path.name
+
+    def __str__(self) -> str:
+        return f"--input {STDIN}" if self.is_stdin else f"--input {self.path}"
 
 
 class Record(NamedTuple):
@@ -74,7 +84,7 @@ def find_sources(
     for source in sources:
         if not is_regular(source.path):
             raise ValueError(
-                f"--input {source.path}: there is no such file, or it is not a regular one, and "
+                f"{source}: there is no such file, or it is not a regular one, and "
                 "the input is read twice; pipe it into --input -"
             )
     return sources
@@ -151,16 +161,14 @@ def read_records(sources: Sequence[Source], columns: Sequence[str]) -> Iterator[
         _check_encoding(source)
         try:
             for place, values, problem in _READERS[source.format](source.path, columns):
-                yield Record(number, f"{source.path.name}{place}", values, problem)
+                yield Record(number, f"{source.name}{place}", values, problem)
                 number += 1
         except ImportError as error:
-            raise ValueError(
-                f"--input {source.path}: reading it needs pyarrow; pip install pyarrow"
-            ) from error
+            raise ValueError(f"{source}: reading it needs pyarrow; pip install pyarrow") from error
         except Exception as error:  # pyarrow's exceptions have no other common base
             if source.format in _LINE_FORMATS:
                 raise
-            raise ValueError(f"{source.path} cannot be read further: {error}") from error
+            raise ValueError(f"{source} cannot be read further: {error}") from error
 
 
 def _check_encoding(source: Source) -> None:
@@ -171,7 +179,7 @@ def _check_encoding(source: Source) -> None:
         start = file.read(2)
     if start in (b"\xff\xfe", b"\xfe\xff"):
         raise ValueError(
-            f"--input {source.path}: the file is UTF-16 instead of UTF-8; convert it, for "
+            f"{source}: the file is UTF-16 instead of UTF-8; convert it, for "
             "instance with iconv -f utf-16 -t utf-8"
         )
 

@@ -18,6 +18,7 @@ from vllm.logger import init_logger
 from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams
+from vllm.utils.async_utils import call_in_thread
 from vllm.utils.ray_cluster import place_here
 from vllm.v1.engine import EngineCoreOutput, FinishReason
 from vllm.v1.engine.async_extraction import AsyncExtraction
@@ -225,7 +226,7 @@ class AsyncLLM(AsyncExtraction, AsyncWorkerCalls):
             self._guests.close()
         if client is None:
             for handle in self._handles:
-                await asyncio.to_thread(handle.end)
+                await call_in_thread(handle.end, 0.0)
         elif is_orphan:
             client.abandon()
         else:

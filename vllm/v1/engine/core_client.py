@@ -16,6 +16,7 @@ import zmq.asyncio
 
 from vllm.exceptions import FailureKind
 from vllm.logger import init_logger, log_format
+from vllm.utils.async_utils import call_in_thread
 from vllm.utils.child_process import ChildProcess, private_folder, with_last_lines
 from vllm.utils.stop_watch import StopWatch
 from vllm.v1.engine.core_messages import (
@@ -271,7 +272,7 @@ class AsyncCoreClient:
             with contextlib.suppress(TimeoutError, EngineDeadError):
                 async with asyncio.timeout(SHUTDOWN_SECONDS):
                     await self._send_last(Shutdown())
-            await asyncio.to_thread(self._handle.end, SHUTDOWN_SECONDS)
+            await call_in_thread(self._handle.end, SHUTDOWN_SECONDS)
             self._receiver.cancel()
         if self._stop_watcher is not None:
             self._stop_watcher.cancel()
