@@ -323,7 +323,8 @@ def test_workers_of_a_loader_are_refused(arguments: AsyncEngineArgs) -> None:
     ("options", "message"),
     [
         ({"prefetch_bytes": 0}, "prefetch_bytes=0"),
-        ({"cache_bytes": 1.5}, "cache_bytes=1.5"),
+        ({"cache_bytes": 1.5, "cache": "folder"}, "cache_bytes=1.5: has to be a whole number"),
+        ({"cache_bytes": 1 << 30}, "cache_bytes=1073741824: is of use only with cache=FOLDER"),
         ({"on_error": "yield"}, "on_error='yield'"),
         ({"columns": {"a": [1]}}, r"columns\['a'\]: 1 values for 7 prompts"),
         ({"top_logprobs": -2}, "top_logprobs"),

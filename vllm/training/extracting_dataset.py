@@ -40,6 +40,7 @@ logger = init_logger(__name__)
 
 _STATE_KEYS = ("num_prompts", "prompts", "shuffle", "seed", "rank", "world_size")
 _MOST_COMPARED = 16
+_CACHE_BYTES = 64 << 30
 
 
 class ExtractingDataset(IterableDataset[Any]):
@@ -64,7 +65,8 @@ class ExtractingDataset(IterableDataset[Any]):
             the end are left out. Needed if torch.distributed runs with several ranks.
         prefetch_bytes: most bytes of samples that wait for the trainer.
         cache: a folder in which samples are stored, so that later epochs and later runs read them.
-        cache_bytes: most bytes of the folder; samples that do not fit are computed in each epoch.
+        cache_bytes: most bytes of the folder, by default 64 GiB; samples that do not fit are
+            computed in each epoch.
         on_error: ``"raise"``, or ``"skip"`` to go on with the next sample; the log has the reason.
 
     ValueError: an argument cannot be used.
@@ -99,7 +101,7 @@ class ExtractingDataset(IterableDataset[Any]):
         world_size: int | None = None,
         prefetch_bytes: int = 1 << 30,
         cache: str | None = None,
-        cache_bytes: int = 64 << 30,
+        cache_bytes: int | None = None,
         on_error: Literal["raise", "skip"] = "raise",
     ) -> None:
         super().__init__()
@@ -115,6 +117,10 @@ class ExtractingDataset(IterableDataset[Any]):
         self._rank, self._world_size = _checked_rank(rank, world_size)
         if on_error not in ("raise", "skip"):
             raise ValueError(f'on_error={on_error!r}: use "raise" or "skip"')
+        if cache_bytes is not None and cache is None:
+            raise ValueError(f"cache_bytes={cache_bytes!r}: is of use only with cache=FOLDER")
+        if cache_bytes is None:
+            cache_bytes = _CACHE_BYTES
         for name, value in (("prefetch_bytes", prefetch_bytes), ("cache_bytes", cache_bytes)):
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name}={value!r}: has to be a whole number of at least 1")
