@@ -6,6 +6,7 @@ import errno
 import os
 import re
 import signal
+from contextlib import suppress
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -103,17 +104,19 @@ def test_only_workers_are_needed_beside_the_command(
 ) -> None:
     """Another process that knew the units could die or be stopped, too."""
     marker.touch()
-    workers: set[int] = set()
+    spared = {child.pid for child in psutil.Process().children()}  # of earlier tests
 
     class Killer(stop_watch.StopWatch):
         def __init__(self, name: str, pid: int) -> None:
             super().__init__(name, pid)
-            workers.add(pid)
+            spared.add(pid)
 
         def check(self) -> bool:
             for child in psutil.Process().children():
-                if child.pid not in workers and "resource_tracker" not in str(child.cmdline()):
-                    child.kill()
+                if child.pid not in spared:
+                    with suppress(psutil.Error):  # it has ended
+                        if "resource_tracker" not in str(child.cmdline()):
+                            child.kill()
             return super().check()
 
     monkeypatch.setattr(processes, "StopWatch", Killer)
