@@ -269,6 +269,26 @@ def test_small_results_stay_in_the_reply(filing: LiveServer, reference: LLM) -> 
     check(answer["choices"][0]["hidden_states"], sample)
 
 
+def test_the_quota_counts_for_what_becomes_a_file(
+    filing: LiveServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(filing.state.store, "quota_bytes", 0)
+    large = {"prompt": IDS[1] * 4, "hidden_states": {"layers": [0, 2, 4]}}
+    for body, status in (
+        ({"prompt": IDS[2], "hidden_states": {"layers": [1]}}, 200),
+        ({"prompt": IDS[2], "hidden_states": {"layers": [1], "delivery": "inline"}}, 200),
+        ({"prompt": IDS[2], "hidden_states": {"layers": [1]}, "max_tokens": 1}, 200),
+        ({"prompt": IDS[2], "hidden_states": {"layers": [1], "delivery": "safetensors"}}, 200),
+        ({**large, "hidden_states": {"layers": [0, 2, 4], "delivery": "safetensors"}}, 200),
+        ({"prompt": IDS[2], "hidden_states": {"layers": [1], "delivery": "file"}}, 507),
+        (large, 507),
+        ({**large, "stream": True}, 507),
+    ):
+        with filing.client() as http:
+            assert http.post(COMPLETIONS, json=body).status_code == status, body
+    assert list(folder_of(filing).iterdir()) == []
+
+
 def test_names_of_files_are_safe(filing: LiveServer) -> None:
     asked = {"layers": [1], "delivery": "file"}
     answer = post(filing, prompt=[5, 6], hidden_states=asked, request_id="../../a/b c")

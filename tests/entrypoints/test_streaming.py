@@ -23,6 +23,7 @@ from vllm.entrypoints.openai.cli_args import ServerSettings
 from vllm.entrypoints.openai.server_metrics import ServerMetrics
 from vllm.entrypoints.openai.state import ServerState
 from vllm.exceptions import Failure, FailureKind
+from vllm.v1.engine import FinishReason
 from vllm.v1.engine.core_messages import EngineStats
 
 GREEDY = {"temperature": 0, "ignore_eos": True, "stream": True}
@@ -191,6 +192,25 @@ def test_tool_calls(stub: StubServer) -> None:
     with stub.server.client() as http:
         forced = body | {"tool_choice": {"type": "function", "function": {"name": "f"}}}
         assert http.post("/v1/chat/completions", json=forced).status_code == 400
+
+
+def test_an_echo_that_is_aborted_before_its_prompt_is_computed(stub: StubServer) -> None:
+    """The log-probabilities of its prompt have not come, and are null."""
+    aborted = {"finish_reason": FinishReason.ABORT}
+    stub.engine.script = lambda request_id: say(request_id, [[]], **aborted)
+    body = {"prompt": ["abc", "de"], "n": 2, "echo": True, "logprobs": 1, "temperature": 1}
+    with stub.server.client() as http:
+        for options in ({}, {"stream": True}):
+            if options:
+                chunks = events(http, "/v1/completions", body | options)
+                choices = [choice for chunk in chunks for choice in chunk["choices"]]
+            else:
+                choices = http.post("/v1/completions", json=body).json()["choices"]
+            texts = [(one["text"], one["finish_reason"]) for one in choices]
+            assert sorted(texts) == [("abc", "abort")] * 2 + [("de", "abort")] * 2
+            for one in choices:
+                assert "".join(one["logprobs"]["tokens"]) == one["text"]
+                assert one["logprobs"]["token_logprobs"] == [None] * len(one["text"])
 
 
 @pytest.mark.parametrize(

@@ -459,7 +459,12 @@ def test_sleep_and_pause(
     for level in (1, 2):
         assert http.post(f"/sleep?level={level}").status_code == 200
         assert http.get("/is_sleeping").json() == {"is_sleeping": True}
-        assert "sleeps" in refusal(http, "/v1/completions", 503, prompt=IDS[0], **BODY)
+        for path, body in (
+            ("/v1/completions", {"prompt": IDS[0], **BODY}),
+            ("/v1/completions", {"prompt": IDS[0], "hidden_states": {"layers": LAYERS}}),
+            ("/v1/embeddings", {"input": IDS}),
+        ):
+            assert "sleeps" in refusal(http, path, 503, **body)
         assert http.post("/wake_up?tags=weights").status_code == 200
         if level == 2:
             assert http.post("/wake_up?tags=kv_cache").status_code == 200
@@ -490,6 +495,12 @@ def test_sleep_and_pause(
         time.sleep(0.1)
         http.post("/pause")
         assert long.result()["choices"][0]["finish_reason"] == "abort"
+        http.post("/resume")
+        body["hidden_states"] = {"layers": LAYERS}
+        without_rows = threads.submit(refusal, http, "/v1/completions", 503, **body)
+        time.sleep(0.1)
+        http.post("/pause")
+        assert "abort" in without_rows.result()
         http.post("/resume")
     assert http.post("/sleep?mode=keep").status_code == 400
     assert http.get("/is_paused").json() == {"is_paused": False}

@@ -15,8 +15,16 @@ import torch
 
 from tests.extract import job_harness as harness
 from tests.extract.fake_engine import FAILING_TOKEN
-from tests.extract.job_harness import check_rows, digests, run, token_lists, write_jsonl
+from tests.extract.job_harness import (
+    check_rows,
+    digests,
+    run,
+    token_lists,
+    write_jsonl,
+    write_token_ids,
+)
 from tests.extract.test_kill import VARYING, in_child
+from vllm.exceptions import FailureError
 from vllm.hidden_states import HiddenStatesDataset
 from vllm.hidden_states.convert import convert_dataset
 from vllm.hidden_states.manifest import read_skipped
@@ -69,10 +77,19 @@ def test_new_units_come_after_the_old_ones(
         for data in inputs:
             assert run(tiny_llama, data, output, format=form, **again) == 0
             assert digests(output) == whole
-    for number in (0, -1):
-        sorted(output.glob("*.safetensors"))[number].unlink()
-    for data in (inputs[0], inputs[2]):
-        run(tiny_llama, data, output, format=form)
+    lost = [sorted(output.glob("*.safetensors"))[number] for number in (0, -1)]
+    for path in lost:
+        path.unlink()
+    for data, other in ((inputs[0], lost[1]), (inputs[1], lost[1])):
+        with pytest.raises(FailureError, match=f"of other inputs are missing.*{other.name}"):
+            run(tiny_llama, data, output, format=form)
+    assert run(tiny_llama, inputs[2], output, format=form) == 0
+    assert digests(output) == whole
+    fourth = write_token_ids(tmp_path / "fourth.jsonl", THIRD)
+    lost[0].unlink()
+    with pytest.raises(ValueError, match=f"append: a file of .*{lost[0].name}.* run the command"):
+        run(tiny_llama, fourth, output, **options)
+    assert run(tiny_llama, inputs[0], output, format=form) == 0
     assert digests(output) == whole
     convert_dataset(str(output), str(tmp_path / "converted"), "sharded")
     check_rows(tmp_path / "converted", ALL)

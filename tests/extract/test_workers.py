@@ -6,9 +6,11 @@ import errno
 import os
 import re
 import signal
+from contextlib import suppress
 from pathlib import Path
 from unittest.mock import Mock
 
+import psutil
 import pytest
 
 from tests.extract.fake_engine import DEADLY_TOKEN, FAILING_TOKEN, MARKER
@@ -89,6 +91,37 @@ def test_a_stopped_process_is_named(
     monkeypatch.setattr(processes, "StopWatch", Stopper)
     assert run(tiny_llama, data, output, data_parallel_size=2) == 0
     assert re.search(r"worker 0 \(process \d+\) has been stopped for \d+ s by SIGSTOP", caplog.text)
+    assert digests(output) == expected
+
+
+def test_only_workers_are_needed_beside_the_command(
+    tiny_llama: Path,
+    data: Path,
+    tmp_path: Path,
+    expected: dict[str, str],
+    marker: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Another process that knew the units could die or be stopped, too."""
+    marker.touch()
+    spared = {child.pid for child in psutil.Process().children()}  # of earlier tests
+
+    class Killer(stop_watch.StopWatch):
+        def __init__(self, name: str, pid: int) -> None:
+            super().__init__(name, pid)
+            spared.add(pid)
+
+        def check(self) -> bool:
+            for child in psutil.Process().children():
+                if child.pid not in spared:
+                    with suppress(psutil.Error):  # it has ended
+                        if "resource_tracker" not in str(child.cmdline()):
+                            child.kill()
+            return super().check()
+
+    monkeypatch.setattr(processes, "StopWatch", Killer)
+    output = tmp_path / "output"
+    assert run(tiny_llama, data, output, data_parallel_size=2) == 0
     assert digests(output) == expected
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm.hidden_states import metadata as records
-from vllm.hidden_states.mapped_file import MappedFile
+from vllm.hidden_states.mapped_file import DamagedFileError, MappedFile
 from vllm.hidden_states.metadata import (
     AddedInput,
     DatasetSettings,
@@ -89,7 +89,12 @@ def continue_settings(
     read_manifest(directory)
     both = dataclasses.replace(settings, input_digest=stored.input_digest).like(stored)
     _check_same(directory, both, mixes_kernels)
-    start = AddedInput(digest, stored.num_units, stored.num_samples, _count_records(directory))
+    try:
+        num_records = _count_records(directory)
+    except (OSError, DamagedFileError) as error:
+        what = f"append: a file of {directory} is missing or damaged ({error})"
+        raise ValueError(f"{what}; run the command that made it first") from error
+    start = AddedInput(digest, stored.num_units, stored.num_samples, num_records)
     return dataclasses.replace(both, added=(*stored.added, start))
 
 
@@ -208,10 +213,11 @@ def _describe_missing(directory: str) -> str:
     if not missing:
         return f"{directory}: every unit is there, but no manifest; run the command again"
     some = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
+    settings = DatasetSettings.read(directory)
+    command = "the command of each input" if settings.added else "the same command"
     return (
-        f"{directory} is not complete: {len(missing)} of "
-        f"{DatasetSettings.read(directory).num_units} units are missing ({some}); run the same "
-        "command again to make them"
+        f"{directory} is not complete: {len(missing)} of {settings.num_units} units are missing "
+        f"({some}); run {command} again to make them"
     )
 
 

@@ -152,6 +152,8 @@ class _Job:
             print_table("Plan", plan_lines(plan.totals, len(plan.units)))
             logger.info("%d of %d units remain to be done", len(todo), settings.num_units)
             lines = self._extract(settings, plan, todo, repairs)
+        own = settings.units_of(digest)
+        self._check_other_inputs([record for record in committed if record.unit not in own])
         if self.options.world_size == 1:
             _finish(self.directory, lines)
         else:
@@ -201,6 +203,20 @@ class _Job:
                 lines = [line for some in problems.values() for line in some]
                 logger.warning("%s: %s", what, "; ".join(lines))
         return sorted(todo), repairs
+
+    def _check_other_inputs(self, others: list[UnitRecord]) -> None:
+        """Raise FailureError if files that the commands of other inputs made are not there."""
+        found = [unit_problems(str(self.directory), record, full=False) for record in others]
+        problems = [line for one in found for lines in one.values() for line in lines]
+        if problems:
+            raise FailureError(
+                Failure(
+                    FailureKind.JOB_FAILED,
+                    f"what this input needs is done, but files of other inputs are missing or "
+                    f"damaged: {'; '.join(problems[:3])}{'; ...' if problems[3:] else ''}; run the "
+                    "command of the input that they came from, too",
+                )
+            )
 
     def _extract(
         self, settings: DatasetSettings, plan: Plan, todo: list[int], repairs: dict[int, Repair]

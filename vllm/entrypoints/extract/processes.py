@@ -10,10 +10,17 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
-from typing import Protocol
+from typing import Protocol, cast
 
-from vllm.entrypoints.extract.unit_queue import Progress, QueueManager, UnitQueue, end_with_parent
+from vllm.entrypoints.extract.unit_queue import (
+    Progress,
+    RemoteQueue,
+    UnitQueue,
+    end_with_parent,
+    serve_queue,
+)
 from vllm.entrypoints.extract.worker import WorkerJob, run_worker, why_ended
 from vllm.logger import init_logger
 from vllm.platforms import get_platform
@@ -89,27 +96,26 @@ def run_processes(
     sizes = (args.tensor_parallel_size, args.pipeline_parallel_size)
     num_parts = num_workers * math.prod([*sizes, args.prefill_context_parallel_size])
     context = multiprocessing.get_context("spawn")
-    manager = QueueManager(ctx=context)
-    manager.start(initializer=end_with_parent)
-    with manager:
-        queue: UnitQueue = manager.make_queue(units)  # type: ignore[attr-defined]
+    queue = UnitQueue(units)
+    watches: dict[int, StopWatch] = {}  # by slot
 
-        watches: dict[int, StopWatch] = {}  # by slot
+    def start(number: int, slot: int) -> SpawnProcess:
+        own_end, worker_end = context.Pipe()
+        process = context.Process(target=_main, args=(number, job, worker_end))
+        with _environment(platform.share_of_machine(slot, num_parts)):
+            process.start()
+        worker_end.close()
+        serve_queue(queue, own_end)
+        assert process.pid is not None
+        watches[slot] = StopWatch(f"worker {number}", process.pid)
+        return process
 
-        def start(number: int, slot: int) -> SpawnProcess:
-            process = context.Process(target=_main, args=(number, job, queue))
-            with _environment(platform.share_of_machine(slot, num_parts)):
-                process.start()
-            assert process.pid is not None
-            watches[slot] = StopWatch(f"worker {number}", process.pid)
-            return process
+    def watch(progress: Progress) -> None:
+        for one in watches.values():
+            one.check()
+        on_tick(progress)
 
-        def watch(progress: Progress) -> None:
-            for one in watches.values():
-                one.check()
-            on_tick(progress)
-
-        run_pool(start, num_workers, queue, watch)
+    run_pool(start, num_workers, queue, watch)
 
 
 @contextmanager
@@ -127,8 +133,8 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _main(number: int, job: WorkerJob, queue: UnitQueue) -> None:
+def _main(number: int, job: WorkerJob, connection: Connection) -> None:
     """Run a worker in its own process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its workers
     end_with_parent()
-    run_pool_worker(number, job, queue)
+    run_pool_worker(number, job, cast(UnitQueue, RemoteQueue(connection)))

@@ -7,10 +7,11 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from functools import reduce
-from multiprocessing.managers import BaseManager
+from multiprocessing.connection import Connection
 from operator import add
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from vllm.exceptions import Failure, FailureError, FailureKind
 
@@ -32,7 +33,8 @@ class Progress(NamedTuple):
 class UnitQueue:
     """Hands out the units; any thread may call it.
 
-    Workers in other processes call it through a proxy; each is known by its number.
+    It is in the process that starts the workers, which call it through a proxy; each is known by
+    its number.
     """
 
     def __init__(
@@ -111,11 +113,35 @@ def _died(message: str) -> FailureError:
     return FailureError(Failure(FailureKind.JOB_FAILED, message))
 
 
-class QueueManager(BaseManager):
-    """A process with a queue that other processes share."""
+class RemoteQueue:
+    """Forwards every method of a worker's process to the queue, which its parent serves."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._lock = threading.Lock()
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def call(*arguments: object) -> Any:
+            try:
+                with self._lock:
+                    self._connection.send((name, arguments))
+                    return self._connection.recv()
+            except (EOFError, OSError):  # the parent has ended
+                os._exit(1)
+
+        return call
 
 
-QueueManager.register("make_queue", UnitQueue)
+def serve_queue(queue: UnitQueue, connection: Connection) -> None:
+    """Answer the calls of a worker's :class:`RemoteQueue` in a thread, until the worker ends."""
+
+    def serve() -> None:
+        with suppress(EOFError, OSError):
+            while True:
+                name, arguments = connection.recv()
+                connection.send(getattr(queue, name)(*arguments))
+
+    threading.Thread(target=serve, daemon=True).start()
 
 
 def end_with_parent() -> None:

@@ -209,8 +209,8 @@ class ServerSettings:
     """Remove files of this server that were not fetched for this long. 0: keep them."""
     hidden_states_quota_gib: Annotated[float, ABOVE_0, FINITE] | None = None
     """Most GiB that files of this server may take. Above this, the oldest files that were not
-    fetched for a minute are removed; if that is not enough, extraction requests get 507. Default:
-    no limit."""
+    fetched for a minute are removed; if that is not enough, requests that would write a file get
+    507. Default: no limit."""
 
     def __post_init__(self) -> None:
         if self.ssl_certfile is None and (self.ssl_keyfile or self.ssl_ca_certs):

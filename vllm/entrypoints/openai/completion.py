@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import zip_longest
 from typing import Any
 
 from fastapi import Request
@@ -129,7 +130,8 @@ class Completion(Generation[CompletionRequest]):
         logprobs = CompletionLogprobs()
         rows: list[tuple[int, dict[int, Logprob] | None]] = []
         if is_first and self._echo_texts:
-            rows += zip(output.prompt_token_ids or [], output.prompt_logprobs or [], strict=True)
+            # A request that was aborted may have only the first rows of its prompt.
+            rows += zip_longest(output.prompt_token_ids or [], output.prompt_logprobs or [])
         if self._shows_output:
             rows += zip(completion.token_ids, completion.logprobs, strict=True)
         for token_id, row in rows:

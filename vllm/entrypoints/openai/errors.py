@@ -35,6 +35,7 @@ _LOCAL_PATH = re.compile(r"(?<![\w.:/<~])(?:/[\w.@%+~-]+)+/?")
 _STATUS: Mapping[FailureKind, int] = dict.fromkeys(FailureKind, 500) | {
     FailureKind.BAD_REQUEST: 400,
     FailureKind.NOT_READY: 503,
+    FailureKind.ABORTED: 503,
     FailureKind.FILE_GONE: 404,
     FailureKind.FILE_DAMAGED: 410,
     FailureKind.DISK_FULL: 507,

@@ -160,12 +160,19 @@ class Extraction:
     ) -> AsyncGenerator[tuple[int, RequestOutput, HiddenStatesSample | None], None]:
         requests = await self._requests(prompts, params, num_choices)
         settings = self._settings(params)
-        engine, admit = self._state.engine, self._admit
+        engine = self._state.engine
+        admit = self._admit if self.is_stream else self._admit_files
         async with aclosing(engine.generate_with_rows(requests, settings, kind, admit)) as outputs:
             async for index, output, item in outputs:
                 if isinstance(item, FailedSample):
                     raise failed(item.failure)
                 yield index, output, item
+
+    async def _admit_files(self, num_bytes: int) -> None:
+        """Wait for memory. QuotaExceededError: there is no room for the file of these rows."""
+        if self._state.store is not None and not self._is_inline(num_bytes):
+            await self._state.store.admit()
+        await self._admit(num_bytes)
 
     async def _admit(self, num_bytes: int) -> None:
         await self._state.row_memory.reserve(num_bytes, at_end(self._scope))
@@ -193,8 +200,6 @@ class Extraction:
             raise bad_request(
                 f"{_STREAM} with {len(prompts)} prompts and n={num_choices}: ask for one choice"
             )
-        if self._state.store is not None and self._delivery != "inline":
-            await self._state.store.admit()
         return [ExtractRequest(_as_prompt(one), mask=self.mask) for one in prompts]
 
     async def begin_stream(self, prompt: ParsedPrompt) -> Response | None:
@@ -257,10 +262,10 @@ class Extraction:
         files that are written.
         """
         num_bytes = self._num_inline_bytes + sum(sample.nbytes for sample in samples)
-        is_small = num_bytes <= self._inline_bytes
-        if self._delivery == "inline" or self._folder is None or (self.is_auto and is_small):
+        if self._is_inline(num_bytes):
             self._num_inline_bytes = num_bytes
             return await asyncio.to_thread(lambda: [*map(_inline, samples)])
+        assert self._folder is not None
         bodies = []
         for sample, name in zip(samples, names, strict=True):
             body = _place_of(sample)
@@ -271,6 +276,11 @@ class Extraction:
                 body.hidden_states_url = self._state.store.url_for(request, path)
             bodies.append(body)
         return bodies
+
+    def _is_inline(self, num_bytes: int) -> bool:
+        """Return whether a reply with so many bytes of rows has them in its JSON."""
+        is_small = num_bytes <= self._inline_bytes
+        return self._delivery == "inline" or self._folder is None or (self.is_auto and is_small)
 
     async def _write(self, folder: str, sample: HiddenStatesSample, name: str) -> str:
         """Write a sample's file; returns its path."""

@@ -374,8 +374,12 @@ class EngineCore:
             self._publisher.publish(KVEventBatch(time.time(), events))
 
     def _fail_step(self, scheduled: SchedulerOutput, error: Exception) -> None:
-        logger.error("a step failed; its requests end with an error", exc_info=error)
         failure = _failure_of(error)
+        if failure.kind is FailureKind.ABORTED:  # it was to follow one that was interrupted
+            self._interrupt_step(scheduled)
+            return
+        cause = None if failure.kind is FailureKind.ENGINE_DEAD else error
+        logger.error("a step failed; its requests end with an error: %s", failure, exc_info=cause)
         self.scheduler.fail_step(scheduled, FinishReason.ERROR, failure)
         self._take_death(failure)
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import msgspec
 import torch
 
-from vllm.exceptions import Failure, FailureKind
+from vllm.exceptions import Failure, FailureKind, NotReadyError
 from vllm.hidden_states.layer_ids import Layers, layer_items, resolve_layer_ids
 from vllm.hidden_states.positions import as_mask, resolve_positions
 from vllm.hidden_states.sample import (
@@ -415,9 +415,12 @@ class ExtractionFeed:
 
     def refuse(self, request_id: str, error: ValueError) -> None:
         """Take in that the engine refused a request of this call: ValueError or failed sample."""
+        is_early = isinstance(error, NotReadyError)
         if self._settings.on_error == "raise":
-            raise ValueError(f"prompt {self._pending[request_id].index}: {error}")
-        failure = Failure(FailureKind.BAD_REQUEST, str(error))
+            kind_of_error = NotReadyError if is_early else ValueError
+            raise kind_of_error(f"prompt {self._pending[request_id].index}: {error}")
+        kind = FailureKind.NOT_READY if is_early else FailureKind.BAD_REQUEST
+        failure = Failure(kind, str(error))
         index = self._end(request_id).index
         self._deliver(index, [FailedSample(index, request_id, failure)])
 

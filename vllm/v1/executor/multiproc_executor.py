@@ -109,6 +109,7 @@ class MultiprocExecutor(UniProcExecutor):
         with the next one."""
         self._group, self._links = ALONE, NO_LINKS
         self._num_calls = self._num_groups = 0
+        self._was_interrupted = False  # what made the ranks form their last group
         self._others: list[RankClient] = []
         self._callers: list[Caller] = []
         """The ways to all of them."""
@@ -285,15 +286,18 @@ class MultiprocExecutor(UniProcExecutor):
                         report = self.worker.model_runner.skip_step(step.scheduled)
                     self._answers(step.number)
                     self._keep_reports(step.number, report)
-                    raise FailureError(
-                        Failure(FailureKind.STEP_FAILED, "the step before this one failed")
-                    )
+                    raise FailureError(self._why_given_up())
                 step.outcome = self._execute(step.number, step.scheduled)
             except Exception as error:
                 if isinstance(error, RankDiedError):
                     self.die(str(error))
                     error = FailureError(Failure(FailureKind.ENGINE_DEAD, str(error)))
                 step.outcome, step.report = error, self._merge_reports()
+
+    def _why_given_up(self) -> Failure:
+        if self._was_interrupted:
+            return Failure(FailureKind.ABORTED, "the step before this one was interrupted")
+        return Failure(FailureKind.STEP_FAILED, "the step before this one failed")
 
     def choose_adapter(self, request_id: str, lora_request: LoRARequest) -> str:
         adapters = self.worker.model_runner.adapters
@@ -394,6 +398,7 @@ class MultiprocExecutor(UniProcExecutor):
         try:
             yield
         except BaseException as error:
+            self._was_interrupted = not isinstance(error, Exception)
             try:
                 answers = self._meet(number)
             except RankDiedError as death:
