@@ -13,7 +13,7 @@ from vllm.entrypoints.extract.pack_tokens import PackTokens, find_pack_tokens
 from vllm.entrypoints.extract.records import Record, Values
 from vllm.hidden_states.positions import as_mask, flat_array
 from vllm.logger import init_logger
-from vllm.transformers_utils.answer_masks import Span, find_offsets, mask_tokens
+from vllm.transformers_utils.answer_masks import Span, complete_offsets, mask_tokens
 from vllm.transformers_utils.answer_spans import chat_answers
 from vllm.transformers_utils.chat_template import ChatOptions, chat_text
 from vllm.transformers_utils.tokenizer import (
@@ -298,7 +298,7 @@ class PromptMaker:
         mask = text.mask
         if text.spans is not None:
             try:
-                offsets = offsets or find_offsets(self._tokenizer, text.text, token_ids)
+                offsets = complete_offsets(self._tokenizer, text.text, token_ids, offsets)
             except ValueError as error:
                 if self._needs_mask:
                     return f"bad messages: {error}"
