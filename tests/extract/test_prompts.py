@@ -131,6 +131,20 @@ def test_templates(tokenizer: Any) -> None:
     assert tokenizer.decode(made.token_ids.tolist()) == "Hi Why π?!"
 
 
+def test_variables_of_a_record(tokenizer: Any) -> None:
+    """They are put over those of the command. A table has null for those of other records."""
+    options: Any = {
+        "chat_template": "{{ a }} {{ b }} {{ messages[0].content }}",
+        "chat_template_kwargs": {"a": "A", "b": "B"},
+    }
+    variables = {"b": "own", "c": None}
+    made = one(tokenizer, {"messages": CHAT[:1], "chat_template_kwargs": variables}, **options)
+    assert tokenizer.decode(made.token_ids.tolist()) == "A own Why π?"
+    for bad in (["b"], '{"b": 1}', {"messages": 1}):
+        record = {"messages": CHAT[:1], "chat_template_kwargs": bad}
+        assert "chat_template_kwargs" in refusal(tokenizer, record, **options)
+
+
 @pytest.mark.parametrize("template", [None, MARKED, "You help.\n" + CHAT_TEMPLATE])
 @pytest.mark.parametrize("first", [0, 1])
 def test_answers_of_the_assistant(tokenizer: Any, template: str | None, first: int) -> None:

@@ -32,7 +32,7 @@ _MESSAGES = ("messages", "conversations")
 _TEXT = ("prompt", "text")
 _TOKEN_IDS = ("input_ids", "token_ids", "prompt_token_ids")
 _MASK = ("loss_mask",)
-_TOOLS = "tools"
+_TOOLS, _VARIABLES = "tools", "chat_template_kwargs"
 _SHAREGPT_ROLES = {
     "human": "user",
     "gpt": "assistant",
@@ -100,7 +100,7 @@ class PromptMaker:
         """All columns that may be read."""
         options = self.options
         named = (*self._named, options.mask_column, options.id_column, *options.keep_columns)
-        usual = (*_MESSAGES, *_TEXT, *_TOKEN_IDS, *_MASK, _TOOLS)
+        usual = (*_MESSAGES, *_TEXT, *_TOKEN_IDS, *_MASK, _TOOLS, _VARIABLES)
         return (*(name for name in named if name is not None), *usual)
 
     def pack_tokens(self) -> PackTokens:
@@ -186,7 +186,7 @@ class PromptMaker:
         if self._tokenizer is None:
             return f"no tokenizer: {self._reason}"
         if messages is not None:
-            return self._render(messages, values.get(_TOOLS), mask)
+            return self._render(messages, self._chat_options(values), mask)
         if not isinstance(text, str) or not text:
             return f"bad text: {str(text)[:40]!r} is not a text with at least one character"
         return _Text(text, False, None, mask)
@@ -218,7 +218,7 @@ class PromptMaker:
             )
         return ids.astype(np.int32), mask
 
-    def _render(self, messages: Any, tools: Any, mask: object) -> Any:
+    def _render(self, messages: Any, how: ChatOptions, mask: object) -> Any:
         try:
             conversation = [_as_message(message) for message in messages]
             if self.options.split_turns:
@@ -226,9 +226,9 @@ class PromptMaker:
             if self.options.generate:
                 conversation = question_of(conversation)
             if self.makes_masks and mask is None:
-                text, spans = self._find_answers(conversation, tools)
+                text, spans = self._find_answers(conversation, how)
                 return _Text(text, True, spans, None)
-            return _Text(self._chat_text(conversation, tools), True, None, mask)
+            return _Text(chat_text(self._tokenizer, conversation, **how), True, None, mask)
         except (ValueError, TypeError) as error:
             return f"bad messages: {error}"
 
@@ -240,31 +240,32 @@ class PromptMaker:
         if mask is not None:
             raise ValueError("the record's own mask is for the whole conversation, not for a turn")
 
-    def _chat_text(self, messages: list[Any], tools: Any) -> str:
-        return chat_text(self._tokenizer, messages, **self._chat_options(tools))
-
-    def _find_answers(self, messages: list[Any], tools: Any) -> tuple[str, tuple[Span, ...]]:
+    def _find_answers(self, messages: list[Any], how: ChatOptions) -> tuple[str, tuple[Span, ...]]:
         """Return a conversation as text, and the spans of the assistant's answers in it."""
         try:
-            text, spans = chat_answers(
-                self._tokenizer,
-                messages,
-                rule=self._rule,
-                **self._chat_options(tools),
-            )
+            text, spans = chat_answers(self._tokenizer, messages, rule=self._rule, **how)
         except ValueError:
             if self._needs_mask:
                 raise
-            text, spans = self._chat_text(messages, tools), ()
+            text, spans = chat_text(self._tokenizer, messages, **how), ()
             self._warn_of_unlocated()
         return text, spans
 
-    def _chat_options(self, tools: Any) -> ChatOptions:
+    def _chat_options(self, values: Values) -> ChatOptions:
+        """Return the options of a record's rendering. Its own variables are put over those of the
+        command; tables have a value of None where a record has no such variable."""
+        tools: Any = values.get(_TOOLS)
+        variables: Any = values.get(_VARIABLES)
+        if isinstance(variables, Mapping):
+            stated = {name: value for name, value in variables.items() if value is not None}
+            variables = {**self.options.chat_template_kwargs, **stated}
         return {
             "chat_template": self.options.chat_template,
             "add_generation_prompt": self.options.add_generation_prompt or self.options.generate,
             "tools": tools,
-            "chat_template_kwargs": self.options.chat_template_kwargs,
+            "chat_template_kwargs": self.options.chat_template_kwargs
+            if variables is None
+            else variables,
         }
 
     def _tokenize(self, texts: Sequence[_Text]) -> Any:
