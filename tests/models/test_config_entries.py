@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import random
 import re
 from collections.abc import Iterator
@@ -29,6 +30,10 @@ ENTRIES: list[tuple[str, str, Any, str]] = [
     ("llama", "architectures", 1, "architectures=1 has to be a list of class names"),
     ("qwen3_5", "architectures", [None], r"architectures=\[None\] has to be a list"),
     ("llama", "architectures", "LlamaForCausalLM", "has to be a list of class names"),
+    ("llama", "model_type", ["llama"], r"model_type=\['llama'\] has to be a text"),
+    ("qwen2_vl", "model_type", {}, "model_type={} has to be a text"),
+    ("gpt_oss", "swiglu_limit", math.nan, "swiglu_limit=nan is not a number"),
+    ("bamba", "time_step_limit", [0.3, math.nan], "time_step_limit=nan is not a number"),
 ]
 
 
@@ -46,6 +51,7 @@ def test_the_name_in_the_file_is_told(
 
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 LLAMA_3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+YARN = {**ROPE, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 UNREADABLE: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"rope_parameters": {**ROPE, "rope_theta": None}}, "rope_parameters.rope_theta=None"),
     (
@@ -86,6 +92,25 @@ def test_what_building_raises_is_one_error_with_its_entry(
         outline(tmp_path, content)
     if "has to be" not in message:
         assert content["architectures"][0] in str(raised.value)
+
+
+NOT_COMPUTED: list[tuple[str, dict[str, Any], str]] = [
+    ("llama", {"rope_parameters": {**ROPE, "rope_theta": 0}}, "'rope_theta': 0}: not all"),
+    ("llama", {"rope_parameters": {**ROPE, "rope_theta": -7.0}}, "'rope_theta': -7.0}: not all"),
+    ("deepseek_v3", {"rope_parameters": {**YARN, "beta_fast": -1}}, "'beta_fast': -1}: "),
+    ("granite", {"attention_multiplier": 0}, "scale=0 is not a finite number"),
+    ("gemma2", {"query_pre_attn_scalar": -3}, "j) is not a finite number"),
+    ("falcon_h1", {"key_multiplier": -1.5}, "scale=-0.375 is not a finite"),
+]
+
+
+@pytest.mark.parametrize(("family", "entries", "message"), NOT_COMPUTED)
+def test_numbers_that_nothing_can_be_computed_with(
+    family: str, entries: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    """They fail when the model is made, not in a step of its requests."""
+    with pytest.raises(ValueError, match=re.escape(message)):
+        outline(tmp_path, {**config_of(family), **entries})
 
 
 @pytest.mark.parametrize("theta", [None, "10000"])
