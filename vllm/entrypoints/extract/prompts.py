@@ -174,7 +174,7 @@ class PromptMaker:
         """Return the text, the (token ids, mask), or the reason why there is neither."""
         if record.problem:
             return f"unreadable: {record.problem}"
-        options, values = self.options, record.values
+        options, values = self.options, self._values_of(record)
         mask = _column(values, options.mask_column, _MASK)
         token_ids, messages, text = self._sources(values)
         if token_ids is not None:
@@ -191,6 +191,13 @@ class PromptMaker:
             return f"bad text: {str(text)[:40]!r} is not a text with at least one character"
         return _Text(text, False, None, mask)
 
+    def _values_of(self, record: Record) -> Values:
+        """Return the columns of a record; those for templates without the keys of other rows."""
+        if not record.is_row:
+            return record.values
+        names = {*_MESSAGES, _TOOLS, _VARIABLES, self.options.messages_column}
+        return {k: _without_nulls(v) if k in names else v for k, v in record.values.items()}
+
     def _sources(self, values: Values) -> tuple[Any, ...]:
         """Return the token ids, the messages and the text that a record has. Columns that options
         name replace the usual ones."""
@@ -202,7 +209,7 @@ class PromptMaker:
 
     def _source(self, record: Record) -> Any:
         """Return what a prompt was made of, to which its answer is appended."""
-        token_ids, messages, text = self._sources(record.values)
+        token_ids, messages, text = self._sources(self._values_of(record))
         if not self.options.generate or token_ids is not None:
             return None
         return text if messages is None else question_of([_as_message(one) for one in messages])
@@ -252,20 +259,18 @@ class PromptMaker:
         return text, spans
 
     def _chat_options(self, values: Values) -> ChatOptions:
-        """Return the options of a record's rendering. Its own variables are put over those of the
-        command; tables have a value of None where a record has no such variable."""
+        """Return the options of a rendering: a record's variables win over the command's."""
         tools: Any = values.get(_TOOLS)
         variables: Any = values.get(_VARIABLES)
-        if isinstance(variables, Mapping):
-            stated = {name: value for name, value in variables.items() if value is not None}
-            variables = {**self.options.chat_template_kwargs, **stated}
+        if variables is None:
+            variables = self.options.chat_template_kwargs
+        elif isinstance(variables, Mapping):
+            variables = {**self.options.chat_template_kwargs, **variables}
         return {
             "chat_template": self.options.chat_template,
             "add_generation_prompt": self.options.add_generation_prompt or self.options.generate,
             "tools": tools,
-            "chat_template_kwargs": self.options.chat_template_kwargs
-            if variables is None
-            else variables,
+            "chat_template_kwargs": variables,
         }
 
     def _tokenize(self, texts: Sequence[_Text]) -> Any:
@@ -359,6 +364,13 @@ def _not_unicode(text: str) -> str:
 def _column(values: Values, named: str | None, usual: Sequence[str]) -> Any:
     names = usual if named is None else (named,)
     return next((values[name] for name in names if values.get(name) is not None), None)
+
+
+def _without_nulls(value: Any) -> Any:
+    """Return a value of a table without the keys of dicts in it that have None."""
+    if isinstance(value, Mapping):
+        return {key: _without_nulls(one) for key, one in value.items() if one is not None}
+    return [_without_nulls(one) for one in value] if isinstance(value, list) else value
 
 
 def _as_message(message: Any) -> Any:
