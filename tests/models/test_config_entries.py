@@ -15,7 +15,8 @@ import pytest
 
 from tests.grids import at_night
 from tests.models.checkpoints import FAMILIES, make_checkpoint, make_transformers_model
-from tests.models.harness import make_config
+from tests.models.harness import ListSink, SingleRequest, make_config
+from tests.models.oracle import reference_run, relative_error
 from vllm.model_report.outline import outline_model
 
 ENTRIES: list[tuple[str, str, Any, str]] = [
@@ -157,3 +158,29 @@ def test_odd_entries_end_in_one_error_or_none(family: str, tmp_path: Path) -> No
         except ValueError:
             num_refused += 1
     assert num_refused
+
+
+@pytest.mark.parametrize("name", ["mistral", None])
+def test_the_text_model_of_a_wrapper_is_the_named_one(name: str | None, tmp_path: Path) -> None:
+    """Mistral reads no growth of queries, which Ministral 3 has; it is what no name means."""
+    folder = make_checkpoint(tmp_path, "mistral3", tokenizer=False)
+    path = folder / "config.json"
+    content = json.loads(path.read_text())
+    content["text_config"]["model_type"] = name
+    if name is None:
+        del content["text_config"]["model_type"]
+    path.write_text(json.dumps(content))
+    tokens = [5, 7, 11, 200, 13, 44, 3, 250, 9] * 5
+    expected = reference_run(folder, tokens)
+    request = SingleRequest(make_config(folder, model_impl="vllm", max_model_len=64), 64)
+    sink = ListSink(frozenset([1, request.num_layers]))
+    request.run_chunks(tokens, [30], sink)
+    for layer in (1, request.num_layers):
+        assert relative_error(sink.rows(layer), expected.streams[layer]) <= 1e-4
+
+
+def test_another_text_model_of_a_wrapper_is_named(tmp_path: Path) -> None:
+    content = make_transformers_model("mistral3", model_type="ministral").config.to_dict()
+    content["architectures"] = [FAMILIES["mistral3"].model_class]
+    with pytest.raises(ValueError, match="model_type='ministral' is not supported"):
+        outline(tmp_path, json.loads(json.dumps(content, default=str)))
