@@ -89,6 +89,7 @@ def test_every_kind_has_a_status() -> None:
     statuses = {kind: failed(Failure(kind, "why")).status for kind in FailureKind}
     assert statuses.pop(FailureKind.BAD_REQUEST) == 400
     assert statuses.pop(FailureKind.NOT_READY) == 503
+    assert statuses.pop(FailureKind.ABORTED) == 503
     assert statuses.pop(FailureKind.FILE_GONE) == 404
     assert statuses.pop(FailureKind.FILE_DAMAGED) == 410
     assert statuses.pop(FailureKind.DISK_FULL) == 507

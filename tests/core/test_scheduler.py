@@ -330,7 +330,7 @@ def test_chunks_of_any_size(kind: str, budget: int) -> None:
 def test_shared_prefix_is_computed_once(kind: str, pack: int | None) -> None:
     cache = CacheConfig(attn_pack_size=pack if "hybrid" in kind else None)
     engine = Engine(kind, num_blocks=2000, cache=cache, max_num_batched_tokens=512)
-    shared = [random.Random(1).randrange(5) for _ in range(200)]
+    shared = random.Random(1).choices(range(5), k=200)
     engine.add("a", shared + [1] * 50)
     engine.run()
     before = engine.worker.num_computed_tokens

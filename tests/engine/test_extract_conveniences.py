@@ -97,7 +97,11 @@ def test_messages(checkpoint: Checkpoint) -> None:
         (asked,) = llm.extract(ExtractRequest(chats[1], positions="last"), 4)
         image = [{"role": "user", "content": [{"type": "image"}]}]
         salted = {"messages": chats[0], "cache_salt": 5}
-        bad = list(llm.extract([image, "text", salted], 4, on_error="yield", ordered=True))
+        other = {"messages": chats[0], "add_generation_prompt": True}
+        bad = list(llm.extract([image, "text", salted, other], 4, on_error="yield", ordered=True))
+        tokenizer.chat_template = "{{ a }}" + tokenizer.chat_template
+        variables = {"messages": chats[1], "chat_template_kwargs": {"a": "Be brief. "}}
+        (varied,) = llm.extract(variables, 4)
     for samples in (several, records, [alone, several[1]]):
         assert [sample.token_ids.tolist() for sample in samples] == expected
     assert torch.equal(asked.hidden_states, several[1].hidden_states[-1:])
@@ -105,6 +109,9 @@ def test_messages(checkpoint: Checkpoint) -> None:
     assert "image" in bad[0].reason
     assert isinstance(bad[1], HiddenStatesSample)
     assert isinstance(bad[2], FailedSample) and "'cache_salt' of a prompt is 5" in bad[2].reason
+    assert isinstance(bad[3], FailedSample)
+    assert "'add_generation_prompt' is not supported" in bad[3].reason
+    assert tokenizer.decode(varied.token_ids.tolist()).startswith("Be brief. <|im_start|>")
 
 
 def test_masks_of_conversations(checkpoint: Checkpoint) -> None:

@@ -19,10 +19,16 @@ from tests.engine.harness import (
     rows_of,
     with_output_tokens,
 )
+from tests.models.checkpoints import make_checkpoint
 from tests.models.families import SLICE
 from tests.models.oracle import reference_run, relative_error
 from vllm.entrypoints.cli.main import main
-from vllm.hidden_states import ExtractRequest, HiddenStatesDataset
+from vllm.hidden_states import (
+    ExtractRequest,
+    FailedSample,
+    HiddenStatesDataset,
+    HiddenStatesSample,
+)
 
 Checkpoint = Callable[..., Path]
 PROMPTS = random_prompts(92, [1, 17, 40, 97])
@@ -62,6 +68,20 @@ def test_a_model_without_one_is_named(impl: str, checkpoint: Checkpoint) -> None
             list(llm.extract(PROMPTS, layers=[1, "norm"]))
         (sample,) = llm.extract(PROMPTS[:1], layers=[1])
         assert sample.layer_ids == (1,)
+
+
+def test_a_head_of_another_width_is_named(tmp_path: Path) -> None:
+    """OPT 350M projects what its head reads. Other requests of the step are not concerned."""
+    folder = make_checkpoint(tmp_path, "opt", tokenizer=False, hidden_size=72)
+    prompts: list[Any] = [ExtractRequest(PROMPTS[1], layers=["norm"]), *PROMPTS[2:]]
+    with engine(folder) as llm:
+        failed, *others = llm.extract(prompts, layers=[4], on_error="yield", ordered=True)
+    assert isinstance(failed, FailedSample)
+    assert "its head reads 96 elements of a token, and a row has 72" in failed.reason
+    for prompt, sample in zip(PROMPTS[2:], others, strict=True):
+        expected = reference_run(folder, prompt["prompt_token_ids"]).streams[4]
+        assert isinstance(sample, HiddenStatesSample)
+        assert relative_error(sample.hidden_states[:, 0], expected) <= 1e-4
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_5"])

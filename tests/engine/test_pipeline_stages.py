@@ -26,6 +26,7 @@ from tests.engine.test_ranks import (
 )
 from tests.grids import at_night
 from tests.models.checkpoints import make_checkpoint
+from tests.models.stored_formats import FORMATS, MULTIPLES, quantise_checkpoint
 from vllm import LLM
 from vllm.hidden_states import ExtractRequest
 
@@ -284,3 +285,19 @@ def test_a_killed_stage_ends_the_engine_while_another_waits_for_it(checkpoint: C
         (failed,) = llm.extract(PROMPTS[:1], layers=["norm"], on_error="yield")
         assert "rank 1 ended with status -9" in str(failed)
     assert rank_processes() == others
+
+
+@pytest.mark.parametrize(
+    "name", [name if name == "bnb-nf4-nested" else at_night(name) for name in FORMATS]
+)
+def test_stages_read_their_part_of_every_format(name: str, tmp_path: Path) -> None:
+    """A tensor of codes or scales belongs to a stage by its module, however it is named."""
+    sizes = {"hidden_size": 96, "intermediate_size": 160} if name in MULTIPLES else {}
+    plain = make_checkpoint(tmp_path / "plain", "llama", tokenizer=False, **sizes)
+    checkpoint = quantise_checkpoint(plain, FORMATS[name]).stored
+    rows = []
+    for options in (OPTIONS, STAGES):
+        with engine(checkpoint, **options) as llm:
+            samples = llm.extract(PROMPTS, layers=[0, 2, 4], ordered=True)
+            rows.append([sample.hidden_states for sample in samples])
+    assert all(map(torch.equal, *rows))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from tests.models.checkpoints import CHAT_TEMPLATE, VOCAB_SIZE
 from tests.transformers_utils.test_answer_masks import BYTES
 from vllm.entrypoints.extract.options import ExtractOptions
 from vllm.entrypoints.extract.prompts import Prompt, PromptMaker
-from vllm.entrypoints.extract.records import Record
+from vllm.entrypoints.extract.records import Record, find_sources, read_records
 from vllm.transformers_utils.chat_template import render_chat
 from vllm.transformers_utils.tokenizer import get_tokenizer, is_certainly_longer, start_of
 
@@ -129,6 +130,53 @@ def test_templates(tokenizer: Any) -> None:
         add_generation_prompt=True,
     )
     assert tokenizer.decode(made.token_ids.tolist()) == "Hi Why π?!"
+
+
+def test_variables_of_a_record(tokenizer: Any) -> None:
+    """They are put over those of the command."""
+    options: Any = {
+        "chat_template": "{{ a }} {{ b }} {{ messages[0].content }}",
+        "chat_template_kwargs": {"a": "A", "b": "B"},
+    }
+    variables = {"b": "own"}
+    made = one(tokenizer, {"messages": CHAT[:1], "chat_template_kwargs": variables}, **options)
+    assert tokenizer.decode(made.token_ids.tolist()) == "A own Why π?"
+    for bad in (["b"], '{"b": 1}', {"messages": 1}):
+        record = {"messages": CHAT[:1], "chat_template_kwargs": bad}
+        assert "chat_template_kwargs" in refusal(tokenizer, record, **options)
+
+
+def test_keys_of_other_rows_are_not_in_a_prompt(tokenizer: Any, tmp_path: Path) -> None:
+    """A table gives each dict all keys, with null. The null of a JSON record is its own."""
+    import pyarrow as arrow
+    from pyarrow import parquet
+
+    def record(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        parameters = {"type": "object", "properties": {key: {"type": name} for key in arguments}}
+        call = {"type": "function", "function": {"name": name, "arguments": arguments}}
+        tool = {"type": "function", "function": {"name": name, "parameters": parameters}}
+        answer = {"role": "assistant", "tool_calls": [call]}
+        messages = [{"role": "user", "content": name}, answer]
+        return {"messages": messages, "tools": [tool], "chat_template_kwargs": {name: name}}
+
+    records = [record("f", {"city": "x", "days": [1, 2]}), record("g", {"n": 3})]
+    parquet.write_table(arrow.Table.from_pylist(records), tmp_path / "a.parquet")
+    records.append(record("g", {"n": None}))
+    (tmp_path / "b.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records))
+    template = (
+        "{{ f }}{{ g }}{{ tools | tojson }}{% for m in messages %}{{ m.content }}"
+        "{% for c in m.tool_calls %}{{ c.function | tojson }}{% endfor %}{% endfor %}"
+    )
+    needed = {"output": "x", "layers": "last", "chat_template": template}
+    options = ExtractOptions(input=["-"], positions="all", **needed)
+    maker = PromptMaker(tokenizer, "none", VOCAB_SIZE, options)
+    sources = find_sources([str(tmp_path)], "auto")
+    texts = [
+        tokenizer.decode(made.token_ids) if isinstance(made, Prompt) else made
+        for made in maker.make(list(read_records(sources, maker.columns)))
+    ]
+    assert texts[:2] == texts[2:4]
+    assert "null" not in texts[0] + texts[1] and '"n": null' in texts[4]
 
 
 @pytest.mark.parametrize("template", [None, MARKED, "You help.\n" + CHAT_TEMPLATE])

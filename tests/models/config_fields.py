@@ -115,7 +115,8 @@ def cases(families: Sequence[str]) -> list[Case]:
 
 def examine(case: Case, folder: Path) -> Finding:
     """Make the case's checkpoint in ``folder``, and run it both ways."""
-    tokens = [random.Random(7).randrange(VOCAB_SIZE) for _ in range(NUM_TOKENS)]
+    generator = random.Random(7)
+    tokens = [generator.randrange(VOCAB_SIZE) for _ in range(NUM_TOKENS)]
     try:
         make_checkpoint(folder, case.family, tokenizer=False, **{case.entry: case.value})
         expected = _reference_of(case, folder, tokens)

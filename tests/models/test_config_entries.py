@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import random
 import re
 from collections.abc import Iterator
@@ -14,7 +15,8 @@ import pytest
 
 from tests.grids import at_night
 from tests.models.checkpoints import FAMILIES, make_checkpoint, make_transformers_model
-from tests.models.harness import make_config
+from tests.models.harness import ListSink, SingleRequest, make_config
+from tests.models.oracle import reference_run, relative_error
 from vllm.model_report.outline import outline_model
 
 ENTRIES: list[tuple[str, str, Any, str]] = [
@@ -29,6 +31,10 @@ ENTRIES: list[tuple[str, str, Any, str]] = [
     ("llama", "architectures", 1, "architectures=1 has to be a list of class names"),
     ("qwen3_5", "architectures", [None], r"architectures=\[None\] has to be a list"),
     ("llama", "architectures", "LlamaForCausalLM", "has to be a list of class names"),
+    ("llama", "model_type", ["llama"], r"model_type=\['llama'\] has to be a text"),
+    ("qwen2_vl", "model_type", {}, "model_type={} has to be a text"),
+    ("gpt_oss", "swiglu_limit", math.nan, "swiglu_limit=nan is not a number"),
+    ("bamba", "time_step_limit", [0.3, math.nan], "time_step_limit=nan is not a number"),
 ]
 
 
@@ -46,6 +52,7 @@ def test_the_name_in_the_file_is_told(
 
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 LLAMA_3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+YARN = {**ROPE, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 UNREADABLE: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"rope_parameters": {**ROPE, "rope_theta": None}}, "rope_parameters.rope_theta=None"),
     (
@@ -86,6 +93,25 @@ def test_what_building_raises_is_one_error_with_its_entry(
         outline(tmp_path, content)
     if "has to be" not in message:
         assert content["architectures"][0] in str(raised.value)
+
+
+NOT_COMPUTED: list[tuple[str, dict[str, Any], str]] = [
+    ("llama", {"rope_parameters": {**ROPE, "rope_theta": 0}}, "'rope_theta': 0}: not all"),
+    ("llama", {"rope_parameters": {**ROPE, "rope_theta": -7.0}}, "'rope_theta': -7.0}: not all"),
+    ("deepseek_v3", {"rope_parameters": {**YARN, "beta_fast": -1}}, "'beta_fast': -1}: "),
+    ("granite", {"attention_multiplier": 0}, "scale=0 is not a finite number"),
+    ("gemma2", {"query_pre_attn_scalar": -3}, "j) is not a finite number"),
+    ("falcon_h1", {"key_multiplier": -1.5}, "scale=-0.375 is not a finite"),
+]
+
+
+@pytest.mark.parametrize(("family", "entries", "message"), NOT_COMPUTED)
+def test_numbers_that_nothing_can_be_computed_with(
+    family: str, entries: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    """They fail when the model is made, not in a step of its requests."""
+    with pytest.raises(ValueError, match=re.escape(message)):
+        outline(tmp_path, {**config_of(family), **entries})
 
 
 @pytest.mark.parametrize("theta", [None, "10000"])
@@ -132,3 +158,29 @@ def test_odd_entries_end_in_one_error_or_none(family: str, tmp_path: Path) -> No
         except ValueError:
             num_refused += 1
     assert num_refused
+
+
+@pytest.mark.parametrize("name", ["mistral", None])
+def test_the_text_model_of_a_wrapper_is_the_named_one(name: str | None, tmp_path: Path) -> None:
+    """Mistral reads no growth of queries, which Ministral 3 has; it is what no name means."""
+    folder = make_checkpoint(tmp_path, "mistral3", tokenizer=False)
+    path = folder / "config.json"
+    content = json.loads(path.read_text())
+    content["text_config"]["model_type"] = name
+    if name is None:
+        del content["text_config"]["model_type"]
+    path.write_text(json.dumps(content))
+    tokens = [5, 7, 11, 200, 13, 44, 3, 250, 9] * 5
+    expected = reference_run(folder, tokens)
+    request = SingleRequest(make_config(folder, model_impl="vllm", max_model_len=64), 64)
+    sink = ListSink(frozenset([1, request.num_layers]))
+    request.run_chunks(tokens, [30], sink)
+    for layer in (1, request.num_layers):
+        assert relative_error(sink.rows(layer), expected.streams[layer]) <= 1e-4
+
+
+def test_another_text_model_of_a_wrapper_is_named(tmp_path: Path) -> None:
+    content = make_transformers_model("mistral3", model_type="ministral").config.to_dict()
+    content["architectures"] = [FAMILIES["mistral3"].model_class]
+    with pytest.raises(ValueError, match="model_type='ministral' is not supported"):
+        outline(tmp_path, json.loads(json.dumps(content, default=str)))

@@ -7,6 +7,7 @@ import re
 from typing import Any
 
 import pytest
+from tokenizers import processors
 from transformers import PreTrainedTokenizer
 
 from tests.engine.frontend_harness import byte_level_tokenizer
@@ -134,6 +135,22 @@ def test_masks_without_offsets(rule: str, conversation: str) -> None:
     if parsed.with_before:
         kept = [one or after for one, after in zip(kept, [*kept[1:], False], strict=True)]
     assert mask.tolist() == kept and any(kept)
+
+
+@pytest.mark.parametrize("rule", ["answers", "answers,before"])
+def test_spaces_at_the_end_of_an_answer_count(rule: str) -> None:
+    """Llama 3's tokenizer tells an empty place for a token of spaces, and these are its last."""
+    marked = "{% generation %}{{ m.content }}{% endgeneration %}"
+    template = f"{{% for m in messages %}}{{{{ m.role }}}}:{marked}\n{{% endfor %}}"
+    whole, trimming = byte_level_tokenizer(), byte_level_tokenizer()
+    trimming.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+    contents = ["yes ", "  a  b  ", " ", "€ ", "no\n ", "x", ""]
+    messages: Any = [{"role": "assistant", "content": content} for content in contents]
+    options: Any = {"chat_template": template, "add_generation_prompt": False}
+    parsed = parse_mask_rule(rule)
+    _, expected = render_masked(whole, messages, parsed, **options)
+    _, mask = render_masked(trimming, messages, parsed, **options)
+    assert mask.tolist() == expected.tolist()
 
 
 def test_texts_that_a_tokenizer_rewrites_are_refused() -> None:

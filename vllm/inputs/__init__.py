@@ -46,9 +46,10 @@ class EmbedsPrompt(TypedDict):
 
 PromptType: TypeAlias = str | list[int] | TextPrompt | TokensPrompt | EmbedsPrompt
 Conversation: TypeAlias = Sequence[Mapping[str, Any]] | Mapping[str, Any]
-"""Messages for a chat template, or a dict of ``messages`` and optionally ``tools`` and
-``cache_salt``."""
+"""Messages for a chat template, or a dict of ``messages`` and optionally ``tools``,
+``chat_template_kwargs`` and ``cache_salt``."""
 _KEYS = ("prompt", "prompt_token_ids", "cache_salt", "prompt_embeds")
+_CONVERSATION_KEYS = ("messages", "tools", "chat_template_kwargs", "cache_salt")
 NO_TOKEN = -1
 """The id of each token that comes as an embedding."""
 
@@ -112,13 +113,25 @@ def parse_prompt(prompt: PromptType | ParsedPrompt) -> ParsedPrompt:
     return ParsedPrompt(None, _token_ids(prompt))
 
 
-def _parse_mapping(prompt: Mapping[str, Any]) -> ParsedPrompt:
-    unknown = [key for key, value in prompt.items() if key not in _KEYS and value is not None]
+def as_record(conversation: Any) -> Mapping[str, Any]:
+    """Return a conversation as a dict; raises ValueError for a key that nothing reads."""
+    if not isinstance(conversation, Mapping):
+        return {"messages": conversation}
+    _check_keys(conversation, _CONVERSATION_KEYS)
+    return conversation
+
+
+def _check_keys(prompt: Mapping[str, Any], supported: Sequence[str]) -> None:
+    unknown = [key for key, value in prompt.items() if key not in supported and value is not None]
     if unknown:
         raise ValueError(
             f"prompt key {brief(unknown[0])} is not supported: the supported keys are "
-            + ", ".join(repr(key) for key in _KEYS)
+            + ", ".join(repr(key) for key in supported)
         )
+
+
+def _parse_mapping(prompt: Mapping[str, Any]) -> ParsedPrompt:
+    _check_keys(prompt, _KEYS)
     text, ids, salt, embeds = (prompt.get(key) for key in _KEYS)
     if text is None and ids is None and embeds is None:
         raise ValueError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 
@@ -77,9 +77,28 @@ def encode_with_offsets(tokenizer: TokenizerLike, text: str) -> tuple[list[int],
     options = {"add_special_tokens": False, "verbose": False}
     encoded = call(text, return_offsets_mapping=tokenizer.is_fast, **options)
     token_ids = list(encoded["input_ids"])
-    if tokenizer.is_fast:
-        return token_ids, encoded["offset_mapping"]
-    return token_ids, find_offsets(tokenizer, text, token_ids)
+    return token_ids, complete_offsets(tokenizer, text, token_ids, encoded.get("offset_mapping"))
+
+
+def complete_offsets(
+    tokenizer: TokenizerLike, text: str, token_ids: Sequence[int], told: Sequence[Span] | None
+) -> list[Span]:
+    """Return the place of each token. ``told``: the places that the tokenizer tells, or None.
+
+    Llama 3's tokenizer, among others, leaves the spaces at the beginning of a token out of its
+    place, so that a token of spaces has an empty one. ValueError: that of :func:`find_offsets`.
+    """
+    if told is None:
+        return find_offsets(tokenizer, text, token_ids)
+    post_processor = cast("Any", tokenizer).backend_tokenizer.post_processor
+    if post_processor is None or b'"trim_offsets":true' not in post_processor.__getstate__():
+        return list(told)
+    offsets, before = [], 0
+    for start, end in told:
+        trimmed = text[before:start]
+        offsets.append((before + len(trimmed.rstrip(" ")), end) if trimmed else (start, end))
+        before = max(before, end)
+    return offsets
 
 
 def find_offsets(tokenizer: TokenizerLike, text: str, token_ids: Sequence[int]) -> list[Span]:

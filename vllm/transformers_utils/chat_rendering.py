@@ -30,6 +30,7 @@ _RESERVED_VARIABLES = frozenset(
         "chat_template",
         "continue_final_message",
         "conversation",
+        "conversations",
         "messages",
         "return_assistant_tokens_mask",
         "return_dict",
@@ -196,7 +197,11 @@ class Rendering:
             raise ValueError(
                 "the tokenizer has no chat template: give one with chat_template= (--chat-template)"
             )
-        variables = chat_template_kwargs or {}
+        variables = {} if chat_template_kwargs is None else chat_template_kwargs
+        if not isinstance(variables, Mapping) or not all(isinstance(x, str) for x in variables):
+            raise ValueError(
+                f"chat_template_kwargs={brief(variables)}: has to be a dict from names to values"
+            )
         reserved = sorted(_RESERVED_VARIABLES.intersection(variables))
         if reserved:
             raise ValueError(f"chat_template_kwargs: {reserved[0]!r} is set by the request itself")

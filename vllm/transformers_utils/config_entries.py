@@ -5,6 +5,7 @@ Errors of its classes about an impossible size name another entry, or none.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -39,6 +40,7 @@ def check_entries(content: Mapping[str, Any]) -> None:
     Names are those in the file. Classes of transformers have other names for some.
     """
     for name, value in content.items():
+        _check_numbers(name, value)
         for names, which, least in WHOLE_NUMBERS:
             if name in names:
                 check_number(name, value, which, least)
@@ -47,8 +49,22 @@ def check_entries(content: Mapping[str, Any]) -> None:
         if name == "text_config" and isinstance(value, Mapping):
             check_entries(value)
         is_list = isinstance(value, list) and all(isinstance(one, str) for one in value)
+        if name == "model_type" and not isinstance(value, str):
+            raise ValueError(f"config.json: {name}={value!r} has to be a text")
         if name == "architectures" and value is not None and not is_list:
             raise ValueError(f"config.json: {name}={value!r} has to be a list of class names")
+
+
+def _check_numbers(name: str, value: object) -> None:
+    """Raise ValueError if ``value`` is NaN, or has one in it: nothing can be computed with it."""
+    if isinstance(value, float) and math.isnan(value):
+        raise ValueError(f"config.json: {name}={value!r} is not a number")
+    if isinstance(value, Mapping):
+        for key, one in value.items():
+            _check_numbers(f"{name}.{key}", one)
+    if isinstance(value, list | tuple):
+        for one in value:
+            _check_numbers(name, one)
 
 
 def check_number(name: str, value: object, which: str, least: int) -> None:

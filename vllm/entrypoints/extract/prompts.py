@@ -13,7 +13,7 @@ from vllm.entrypoints.extract.pack_tokens import PackTokens, find_pack_tokens
 from vllm.entrypoints.extract.records import Record, Values
 from vllm.hidden_states.positions import as_mask, flat_array
 from vllm.logger import init_logger
-from vllm.transformers_utils.answer_masks import Span, find_offsets, mask_tokens
+from vllm.transformers_utils.answer_masks import Span, complete_offsets, mask_tokens
 from vllm.transformers_utils.answer_spans import chat_answers
 from vllm.transformers_utils.chat_template import ChatOptions, chat_text
 from vllm.transformers_utils.tokenizer import (
@@ -32,7 +32,7 @@ _MESSAGES = ("messages", "conversations")
 _TEXT = ("prompt", "text")
 _TOKEN_IDS = ("input_ids", "token_ids", "prompt_token_ids")
 _MASK = ("loss_mask",)
-_TOOLS = "tools"
+_TOOLS, _VARIABLES = "tools", "chat_template_kwargs"
 _SHAREGPT_ROLES = {
     "human": "user",
     "gpt": "assistant",
@@ -100,7 +100,7 @@ class PromptMaker:
         """All columns that may be read."""
         options = self.options
         named = (*self._named, options.mask_column, options.id_column, *options.keep_columns)
-        usual = (*_MESSAGES, *_TEXT, *_TOKEN_IDS, *_MASK, _TOOLS)
+        usual = (*_MESSAGES, *_TEXT, *_TOKEN_IDS, *_MASK, _TOOLS, _VARIABLES)
         return (*(name for name in named if name is not None), *usual)
 
     def pack_tokens(self) -> PackTokens:
@@ -174,7 +174,7 @@ class PromptMaker:
         """Return the text, the (token ids, mask), or the reason why there is neither."""
         if record.problem:
             return f"unreadable: {record.problem}"
-        options, values = self.options, record.values
+        options, values = self.options, self._values_of(record)
         mask = _column(values, options.mask_column, _MASK)
         token_ids, messages, text = self._sources(values)
         if token_ids is not None:
@@ -186,10 +186,17 @@ class PromptMaker:
         if self._tokenizer is None:
             return f"no tokenizer: {self._reason}"
         if messages is not None:
-            return self._render(messages, values.get(_TOOLS), mask)
+            return self._render(messages, self._chat_options(values), mask)
         if not isinstance(text, str) or not text:
             return f"bad text: {str(text)[:40]!r} is not a text with at least one character"
         return _Text(text, False, None, mask)
+
+    def _values_of(self, record: Record) -> Values:
+        """Return the columns of a record; those for templates without the keys of other rows."""
+        if not record.is_row:
+            return record.values
+        names = {*_MESSAGES, _TOOLS, _VARIABLES, self.options.messages_column}
+        return {k: _without_nulls(v) if k in names else v for k, v in record.values.items()}
 
     def _sources(self, values: Values) -> tuple[Any, ...]:
         """Return the token ids, the messages and the text that a record has. Columns that options
@@ -202,7 +209,7 @@ class PromptMaker:
 
     def _source(self, record: Record) -> Any:
         """Return what a prompt was made of, to which its answer is appended."""
-        token_ids, messages, text = self._sources(record.values)
+        token_ids, messages, text = self._sources(self._values_of(record))
         if not self.options.generate or token_ids is not None:
             return None
         return text if messages is None else question_of([_as_message(one) for one in messages])
@@ -218,7 +225,7 @@ class PromptMaker:
             )
         return ids.astype(np.int32), mask
 
-    def _render(self, messages: Any, tools: Any, mask: object) -> Any:
+    def _render(self, messages: Any, how: ChatOptions, mask: object) -> Any:
         try:
             conversation = [_as_message(message) for message in messages]
             if self.options.split_turns:
@@ -226,9 +233,9 @@ class PromptMaker:
             if self.options.generate:
                 conversation = question_of(conversation)
             if self.makes_masks and mask is None:
-                text, spans = self._find_answers(conversation, tools)
+                text, spans = self._find_answers(conversation, how)
                 return _Text(text, True, spans, None)
-            return _Text(self._chat_text(conversation, tools), True, None, mask)
+            return _Text(chat_text(self._tokenizer, conversation, **how), True, None, mask)
         except (ValueError, TypeError) as error:
             return f"bad messages: {error}"
 
@@ -240,31 +247,30 @@ class PromptMaker:
         if mask is not None:
             raise ValueError("the record's own mask is for the whole conversation, not for a turn")
 
-    def _chat_text(self, messages: list[Any], tools: Any) -> str:
-        return chat_text(self._tokenizer, messages, **self._chat_options(tools))
-
-    def _find_answers(self, messages: list[Any], tools: Any) -> tuple[str, tuple[Span, ...]]:
+    def _find_answers(self, messages: list[Any], how: ChatOptions) -> tuple[str, tuple[Span, ...]]:
         """Return a conversation as text, and the spans of the assistant's answers in it."""
         try:
-            text, spans = chat_answers(
-                self._tokenizer,
-                messages,
-                rule=self._rule,
-                **self._chat_options(tools),
-            )
+            text, spans = chat_answers(self._tokenizer, messages, rule=self._rule, **how)
         except ValueError:
             if self._needs_mask:
                 raise
-            text, spans = self._chat_text(messages, tools), ()
+            text, spans = chat_text(self._tokenizer, messages, **how), ()
             self._warn_of_unlocated()
         return text, spans
 
-    def _chat_options(self, tools: Any) -> ChatOptions:
+    def _chat_options(self, values: Values) -> ChatOptions:
+        """Return the options of a rendering: a record's variables win over the command's."""
+        tools: Any = values.get(_TOOLS)
+        variables: Any = values.get(_VARIABLES)
+        if variables is None:
+            variables = self.options.chat_template_kwargs
+        elif isinstance(variables, Mapping):
+            variables = {**self.options.chat_template_kwargs, **variables}
         return {
             "chat_template": self.options.chat_template,
             "add_generation_prompt": self.options.add_generation_prompt or self.options.generate,
             "tools": tools,
-            "chat_template_kwargs": self.options.chat_template_kwargs,
+            "chat_template_kwargs": variables,
         }
 
     def _tokenize(self, texts: Sequence[_Text]) -> Any:
@@ -298,7 +304,7 @@ class PromptMaker:
         mask = text.mask
         if text.spans is not None:
             try:
-                offsets = offsets or find_offsets(self._tokenizer, text.text, token_ids)
+                offsets = complete_offsets(self._tokenizer, text.text, token_ids, offsets)
             except ValueError as error:
                 if self._needs_mask:
                     return f"bad messages: {error}"
@@ -358,6 +364,13 @@ def _not_unicode(text: str) -> str:
 def _column(values: Values, named: str | None, usual: Sequence[str]) -> Any:
     names = usual if named is None else (named,)
     return next((values[name] for name in names if values.get(name) is not None), None)
+
+
+def _without_nulls(value: Any) -> Any:
+    """Return a value of a table without the keys of dicts in it that have None."""
+    if isinstance(value, Mapping):
+        return {key: _without_nulls(one) for key, one in value.items() if one is not None}
+    return [_without_nulls(one) for one in value] if isinstance(value, list) else value
 
 
 def _as_message(message: Any) -> Any:

@@ -64,6 +64,8 @@ class Record(NamedTuple):
     problem: str = ""
     turn: int | None = None
     """Number of its last message, if it is the part of a record that ends there."""
+    is_row: bool = False
+    """True for a row of a table: its dicts have all keys that other rows have, with null."""
 
 
 def find_sources(
@@ -161,7 +163,9 @@ def read_records(sources: Sequence[Source], columns: Sequence[str]) -> Iterator[
         _check_encoding(source)
         try:
             for place, values, problem in _READERS[source.format](source.path, columns):
-                yield Record(number, f"{source.name}{place}", values, problem)
+                is_row = source.format in _TABLES
+                name = f"{source.name}{place}"
+                yield Record(number, name, values, problem, is_row=is_row)
                 number += 1
         except ImportError as error:
             raise ValueError(f"{source}: reading it needs pyarrow; pip install pyarrow") from error
@@ -306,6 +310,7 @@ def _rows_of(batches: Iterator[Any], columns: Sequence[str]) -> _Read:
                 row += 1
 
 
+_TABLES = ("parquet", "arrow")
 _READERS = {
     "jsonl": _read_jsonl,
     "json": _read_json,

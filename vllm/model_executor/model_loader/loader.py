@@ -176,8 +176,10 @@ def _weights_of_other_stages(model: nn.Module, files: list[Path]) -> set[str]:
     find = model.weight_finder()
 
     def is_elsewhere(name: str) -> bool:
-        # Scales and other parts of codes have no place of their own.
-        places = map(find, (name, f"{name.rpartition('.')[0]}.weight"))
+        # Scales and other parts of codes have no place of their own. bitsandbytes puts theirs below
+        # the weight: NAME.weight.absmax.
+        module, below = name.rpartition(".")[0], name.partition(".weight.")[0]
+        places = map(find, (name, f"{module}.weight", f"{below}.weight"))
         return any(place and isinstance(place.param, ElsewhereParameter) for place in places)
 
     return {name for name in stored_names(files) if is_elsewhere(name)}

@@ -11,7 +11,7 @@ import torch
 from vllm.model_executor.models.decoder_block import AttentionOptions
 from vllm.model_executor.models.decoder_model import DecoderForCausalLM
 from vllm.model_executor.models.qwen2 import layer_sliding_window
-from vllm.model_executor.models.utils import LLAVA_PREFIXES
+from vllm.model_executor.models.utils import LLAVA_PREFIXES, require_option
 
 
 class MinistralForCausalLM(DecoderForCausalLM):
@@ -39,6 +39,13 @@ class Ministral3ForCausalLM(DecoderForCausalLM):
 
 class Mistral3ForConditionalGeneration(Ministral3ForCausalLM):
     """Ministral 3, Mistral Small 3.1 as published: the text model; the vision tower is skipped."""
+
+    def attention_options(self, config: Any, index: int) -> AttentionOptions:
+        """As the text model that the config names; Mistral's reads no growth of queries."""
+        if config.model_type == "mistral":
+            return AttentionOptions(sliding_window=config.sliding_window)
+        require_option(config, model_type="ministral3")
+        return super().attention_options(config, index)
 
     checkpoint_prefixes: ClassVar[Mapping[str, str]] = LLAVA_PREFIXES
     skipped_weights: ClassVar[tuple[str, ...]] = ("vision_tower.", "multi_modal_projector.")

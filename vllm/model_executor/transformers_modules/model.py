@@ -334,7 +334,7 @@ class TransformersForCausalLM(nn.Module):
         return logits
 
     def head_input(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """[rows, hidden] of the decoder -> [rows, hidden] as the LM head reads them."""
+        """[rows, hidden] of the decoder -> [rows, width] as the LM head reads them."""
         head = self.causal_lm.get_output_embeddings()
         if head is None:
             return hidden_states
@@ -348,14 +348,15 @@ class TransformersForCausalLM(nn.Module):
         try:
             self.compute_logits(hidden_states)
         except _HeadReachedError:
-            return read[0].reshape(hidden_states.shape)
+            return read[0].reshape(*hidden_states.shape[:-1], read[0].shape[-1])
         finally:
             handle.remove()
         return hidden_states
 
     @torch.inference_mode()
     def why_no_norm(self) -> str | None:
-        """Return why there is no final norm: the decoder returns the stream as it is; else None."""
+        """Return why no row can be the state after a final norm: the decoder returns the stream as
+        it is, or the head reads another width. None: it can."""
         if self._why_no_norm is not None:
             return self._why_no_norm[0]
         last = _LastStream(self.boundaries.num_layers)
@@ -365,6 +366,9 @@ class TransformersForCausalLM(nn.Module):
             self._plain_pass([0, 1, 2], last)
         finally:
             handle.remove()
+        width, row = self.head_input(returned[0]).shape[-1], last.stream.shape[-1]
+        if width != row:  # OPT 350M projects what its head reads
+            return f"its head reads {width} elements of a token, and a row has {row}"
         if not torch.equal(returned[0], last.stream):
             return None
         return "no norm follows its last layer, so 'last' is what comes before the head"

@@ -28,7 +28,7 @@ from vllm.hidden_states.sample import (
     in_dtype,
     mean_of_rows,
 )
-from vllm.inputs import PromptType, is_conversation, is_token_sequence
+from vllm.inputs import PromptType, as_record, is_conversation, is_token_sequence
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.steering import steering_specs
@@ -367,13 +367,14 @@ class ExtractionFeed:
                     "token"
                 )
             return cast("PromptType", prompt), mask
-        record: Any = prompt if isinstance(prompt, Mapping) else {"messages": prompt}
+        record = as_record(prompt)
         mask = self._settings.mask if mask is None else mask
         tokenizer = self._processor.need_tokenizer("messages go through a chat template")
         how: ChatOptions = {
             "chat_template": self._chat_template,
             "add_generation_prompt": is_question,
             "tools": record.get("tools"),
+            "chat_template_kwargs": record.get("chat_template_kwargs"),
         }
         values: Any = mask
         if isinstance(mask, str) and is_question:

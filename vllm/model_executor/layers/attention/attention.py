@@ -74,6 +74,12 @@ class Attention(Layer, AttentionLayerBase):
         self.num_heads = num_heads
         self.head_size = head_size
         self.head_size_v = head_size if head_size_v is None else head_size_v
+        # Of a negative number a power of -0.5 is complex.
+        if isinstance(scale, complex) or not 0 < scale < math.inf:
+            raise ValueError(
+                f"{prefix!r}: scale={scale} is not a finite number above 0 (config.json: "
+                "query_pre_attn_scalar, attention_multiplier, key_multiplier)"
+            )
         self.scale = scale
         self.num_kv_heads = num_kv_heads or num_heads
         if num_heads % self.num_kv_heads:

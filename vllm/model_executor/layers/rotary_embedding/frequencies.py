@@ -5,6 +5,7 @@ Calling transformers' own functions gives exactly its float32 values.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -64,7 +65,26 @@ def rotary_frequencies(
     rope_parameters: ``rope_type``, ``rope_theta``, ``partial_rotary_factor`` (the part of the head
     that is rotated, from its start) and the scaling's own parameters. max_position: the
     model's ``max_position_embeddings``. is_long: use longrope's factors for long sequences.
+    ValueError: the parameters give none, or some that are not finite.
     """
+    try:
+        frequencies = _compute(rope_parameters, head_size, max_position, is_long=is_long)
+    except KeyError as error:
+        raise ValueError(f"rope_parameters={dict(rope_parameters)} lack {error}") from error
+    except (ArithmeticError, ValueError) as error:
+        raise ValueError(f"rope_parameters={dict(rope_parameters)}: {error}") from error
+    inverse, factor = frequencies
+    if not inverse.is_meta and not (inverse.isfinite().all() and math.isfinite(factor)):
+        raise ValueError(
+            f"rope_parameters={dict(rope_parameters)}: not all angular frequencies are finite; "
+            "rope_theta and what scales it have to be above 0"
+        )
+    return frequencies
+
+
+def _compute(
+    rope_parameters: Mapping[str, Any], head_size: int, max_position: int, *, is_long: bool
+) -> RotaryFrequencies:
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     rope_type = rope_type_of(rope_parameters)
@@ -78,12 +98,9 @@ def rotary_frequencies(
         exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
         return RotaryFrequencies(1.0 / parameters["rope_theta"] ** exponents, 1.0)
     parameters.setdefault("original_max_position_embeddings", max_position)
-    try:
-        inverse, factor = ROPE_INIT_FUNCTIONS[rope_type](
-            _RopeConfig(parameters, head_size, max_position),
-            torch.get_default_device(),
-            seq_len=parameters["original_max_position_embeddings"] + 1 if is_long else None,
-        )
-    except KeyError as error:
-        raise ValueError(f"rope_parameters of type {rope_type!r} lack {error}") from error
+    inverse, factor = ROPE_INIT_FUNCTIONS[rope_type](
+        _RopeConfig(parameters, head_size, max_position),
+        torch.get_default_device(),
+        seq_len=parameters["original_max_position_embeddings"] + 1 if is_long else None,
+    )
     return RotaryFrequencies(inverse.float(), float(factor))
