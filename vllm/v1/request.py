@@ -46,7 +46,25 @@ class Ending(NamedTuple):
 
 
 class Request:
-    """Mutable state of one request; the scheduler is its only writer."""
+    """Mutable state of one request; the scheduler is its only writer.
+
+    Defaults of what few requests change belong to the class: instances with more than 30
+    attributes do not share their keys, take five times the memory, and are slower to read.
+    """
+
+    pending_stop: int | str | None = None
+    """A stop that the front end found while the request was being computed again."""
+    computes_all = False
+    """True if a load for the request failed: it does not load again."""
+    void_steps = 0
+    """Results of steps up to this number are dropped: they used a load that failed."""
+    is_computed_from_forgotten = False
+    """True if its blocks hold content that a reset of the prefix cache has forgotten."""
+    num_preemptions = 0
+    is_long = False
+    """True if longer than longrope's limit: all its tokens get the factors for long ones."""
+    num_captured_tokens = 0
+    """Tokens computed before a preemption: the caller has their rows already."""
 
     def __init__(self, message: EngineCoreRequest) -> None:
         self.request_id = message.request_id
@@ -65,8 +83,6 @@ class Request:
 
         self.status = RequestStatus.WAITING
         self.stop_reason: int | str | None = None
-        self.pending_stop: int | str | None = None
-        """A stop that the front end found while the request was being computed again."""
         self.num_prompt_tokens = len(message.prompt_token_ids)
         self.max_tokens = message.sampling_params.max_tokens
         self.all_token_ids: list[int] = list(message.prompt_token_ids)
@@ -83,15 +99,6 @@ class Request:
         """Tokens found in the prefix cache, or loaded, when first scheduled; -1 before then."""
         self.first_scheduled_time: float | None = None
         """Unix time, seconds."""
-        self.computes_all = False
-        """True if a load for the request failed: it does not load again."""
-        self.void_steps = 0
-        """Results of steps up to this number are dropped: they used a load that failed."""
-        self.is_computed_from_forgotten = False
-        """True if its blocks hold content that a reset of the prefix cache has forgotten."""
-        self.num_preemptions = 0
-        self.is_long = False
-        """True if longer than longrope's limit: all its tokens get the factors for long ones."""
         self.prefix_hashes: list[bytes] = []
         """Hashes of the first 16, 32, ... tokens (vllm.v1.core.prefix_hash)."""
         self.num_layers_to_run: int | None = None
@@ -101,8 +108,6 @@ class Request:
         """True if the caller gets rows of output tokens, too."""
         self.ending: Ending | None = None
         """Set once the request generates nothing more; it ends when it has its rows."""
-        self.num_captured_tokens = 0
-        """Tokens computed before a preemption: the caller has their rows already."""
 
     @property
     def block_hashes(self) -> list[bytes]:

@@ -113,8 +113,10 @@ class BlockPool:
 
     def _overwrite_stale(self) -> list[int]:
         """Overwrite one block that was released before every cached bundle, if there is one."""
+        if not self._followers:
+            return []
         oldest = next(iter(self._cached), None)
-        if oldest is None or not self._followers or oldest in self._followers:
+        if oldest is None or oldest in self._followers:
             return []
         return self._overwrite_cached()
 

@@ -41,8 +41,11 @@ class TokenBlockManager:
         num_found: table entries that a hit gives; num_known: tokens found or loaded, which
         need a place only if later tokens read them.
         """
-        have = max(len(self.tables.get(request_id, ())), num_found, self.first_needed(num_known))
-        return max(0, cdiv(num_tokens, self.tokens_per_block) - have)
+        have = len(self.tables.get(request_id, ())) or num_found
+        if num_known:
+            have = max(have, self.first_needed(num_known))
+        missing = cdiv(num_tokens, self.tokens_per_block) - have
+        return missing if missing > 0 else 0
 
     def first_needed(self, num_known_tokens: int) -> int:
         """Return the first table position that tokens after ``num_known_tokens`` read."""
@@ -51,7 +54,8 @@ class TokenBlockManager:
     def extend(self, request_id: str, num_tokens: int, num_known: int = 0) -> list[int]:
         """Add the missing blocks; returns them."""
         table = self.tables.setdefault(request_id, [])
-        table += [NULL_BLOCK] * (self.first_needed(num_known) - len(table))
+        if num_known:
+            table += [NULL_BLOCK] * (self.first_needed(num_known) - len(table))
         added = self.pool.allocate(self.num_missing(request_id, num_tokens))
         table += added
         return added
