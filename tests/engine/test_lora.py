@@ -63,7 +63,7 @@ def check_rows(
     """``dense``: the checkpoint that transformers can read."""
     adapters = [tmp_path / "first", tmp_path / "second"]
     for seed, path in enumerate(adapters):
-        assert write_adapter(path, dense, seed, rank=3 + seed, with_experts=with_experts)
+        assert write_adapter(path, dense, seed, rank=1 + 3 * seed, with_experts=with_experts)
     chosen = [request(path, number) for number, path in enumerate(adapters, start=1)]
     layers = layers_of(llm)
     plain = list(llm.extract(PROMPTS, layers=layers))

@@ -34,6 +34,12 @@ def test_panels_hold_the_weight_and_zeros(shape: tuple[int, int], dtype: torch.d
     assert torch.count_nonzero(panels) == torch.count_nonzero(plain)
 
 
+def test_panels_of_a_transposed_row(dtype: torch.dtype) -> None:
+    """torch calls it dense, with any stride of its one term."""
+    row = torch.randn(1, 70).to(dtype).t()
+    assert torch.equal(weight_of_panels(make_panels(row), 70, 1), row)
+
+
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_values(kernels: Kernels, shape: tuple[int, int], dtype: torch.dtype) -> None:
     plain, panels = _weights(shape, dtype)

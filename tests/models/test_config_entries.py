@@ -33,6 +33,10 @@ ENTRIES: list[tuple[str, str, Any, str]] = [
     ("llama", "architectures", "LlamaForCausalLM", "has to be a list of class names"),
     ("llama", "model_type", ["llama"], r"model_type=\['llama'\] has to be a text"),
     ("qwen2_vl", "model_type", {}, "model_type={} has to be a text"),
+    ("llama", "dtype", ["float32"], r"dtype=\['float32'\] has to be the name of a dtype"),
+    ("llama", "torch_dtype", 32, "torch_dtype=32 has to be the name of a dtype"),
+    ("qwen2_vl", "dtype", "", "dtype='' has to be the name of a dtype"),
+    ("minicpm3", "dim_model_base", 0, "dim_model_base=0 has to be a whole number above 0"),
     ("gpt_oss", "swiglu_limit", math.nan, "swiglu_limit=nan is not a number"),
     ("bamba", "time_step_limit", [0.3, math.nan], "time_step_limit=nan is not a number"),
 ]

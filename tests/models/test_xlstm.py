@@ -12,6 +12,7 @@ from tests.models.checkpoints import make_checkpoint
 from tests.models.harness import ListSink, SingleRequest, make_config
 from tests.models.test_models import prompt
 from vllm.model_executor.layers.mamba.mlstm import MLSTMLayer
+from vllm.transformers_utils.tokenizer import get_tokenizer
 
 FUSED = {
     "mlstm_layer.qkv_opreact": tuple(f"mlstm_layer.{p}" for p in ("q", "k", "v", "ogate_preact")),
@@ -65,7 +66,7 @@ def test_the_configs_own_number_of_blocks_counts(tmp_path: Path) -> None:
 
 
 def test_names_of_kernels_of_the_xlstm_package_are_no_matter(tmp_path: Path) -> None:
-    folder = make_checkpoint(tmp_path, "xlstm", tokenizer=False)
+    folder = make_checkpoint(tmp_path, "xlstm")
     expected, config = rows_of(folder), folder / "config.json"
     kernels = {
         "chunkwise_kernel": "chunkwise--triton_xl_chunk",
@@ -74,3 +75,4 @@ def test_names_of_kernels_of_the_xlstm_package_are_no_matter(tmp_path: Path) -> 
     }
     config.write_text(json.dumps({**json.loads(config.read_text()), **kernels}))
     assert all(torch.equal(a, b) for a, b in zip(expected, rows_of(folder), strict=True))
+    assert get_tokenizer(str(folder)).encode("ab", add_special_tokens=False, verbose=False)

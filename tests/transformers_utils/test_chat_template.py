@@ -365,3 +365,42 @@ def test_several_named_templates() -> None:
     assert not Rendering(tokenizer, tools=tools).has_marks
     assert chat_text(tokenizer, chat([part("a"), part("b")]), tools=tools) == "<user>a\nb</user>"
     assert chat_text(tokenizer, chat("a"), chat_template="tool_use") == "<user>a</user>"
+
+
+def test_rows_of_tables_are_refused_or_rendered_as_other_records() -> None:
+    """A row of `datasets` has null for keys of other rows; no part, call or schema has any."""
+    template = (
+        "{{ tools | tojson if tools }}{% for m in messages %}{% if m.tool_calls %}"
+        "{{ m.tool_calls | tojson }}{% else %}{% for c in m.content %}"
+        "{% if 'image' in c %}<image>{% else %}{{ c.text }}{% endif %}{% endfor %}{% endif %}"
+        "{% endfor %}"
+    )
+
+    def record(nulls: bool, arguments: Any, schemas: Any) -> tuple[Any, Any]:
+        others = {"image": None} if nulls else {}
+        call = {"function": {"name": "f", "arguments": arguments, **others}, **others}
+        parameters = {"type": "object", "properties": schemas}
+        tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+        content = [{"type": "text", "text": "hi", **others}]
+        asked = {"role": "user", "content": content, **others}
+        return [asked, {"role": "assistant", "tool_calls": [call], **others}], tools
+
+    schemas = {"n": {"type": "integer", "default": None, "enum": [1, None]}, "default": {}}
+    for arguments in ({"n": None}, {"n": [{"m": None}]}, '{"q": null}'):
+        (row, tools), (messages, _) = (record(x, arguments, schemas) for x in (True, False))
+        assert render(row, template, tools=tools) == render(messages, template, tools=tools)
+        assert "hi" in render(row, template, tools=tools)
+    for bad, path in (
+        ({"n": {"type": "integer"}, "city": None}, "properties.city"),
+        ({"n": {"type": "integer", "enum": None}}, "properties.n.enum"),
+        ({"n": {"anyOf": [{"items": {"properties": {"m": None}}}]}}, "n.anyOf.items.properties.m"),
+        ({"default": None}, "properties.default"),
+    ):
+        messages, tools = record(False, {"n": 1}, bad)
+        with pytest.raises(ValueError, match=rf"tools\[0\].*{path}.*null.*leave keys"):
+            render(messages, template, tools=tools)
+    messages, tools = record(False, {"n": 1, "city": None}, schemas)
+    with pytest.raises(ValueError, match=r"message 1: argument 'city'.*'f'.*null"):
+        render(messages, template, tools=tools)
+    with pytest.raises(ValueError, match="chat_template_kwargs: 'x' is null"):
+        render(messages[:1], template, chat_template_kwargs={"x": None})

@@ -184,8 +184,9 @@ def make_panels(weight: torch.Tensor) -> torch.Tensor:
 
 def panels_into(panels: torch.Tensor, weight: torch.Tensor) -> None:
     """Write ``weight`` [m, n], of any dtype, to its panels, in theirs."""
-    rows = weight.to(panels.dtype)
-    rows = rows if rows.stride(1) == 1 else rows.contiguous()
+    rows, dense = weight.to(panels.dtype), torch.contiguous_format
+    # contiguous() would keep the strides of a transposed row.
+    rows = rows if rows.stride(1) == 1 else rows.clone(memory_format=dense)
     by_byte = panels.view(torch.uint8)
     write_panels(rows.view(torch.uint8), by_byte.view(*panels.shape[:3], -1))
 

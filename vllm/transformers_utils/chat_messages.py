@@ -57,7 +57,7 @@ def check_messages(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
             raise ValueError(
                 f'message {position} is {brief(message)}: has to be a dict with a "role"'
             )
-        copy = {key: value for key, value in message.items() if value is not None}
+        copy = _without_nulls(message)
         try:
             if "content" in copy:
                 copy["content"] = _check_content(copy["content"])
@@ -113,7 +113,7 @@ def _check_part(part: object) -> dict[str, Any]:
         )
     if not isinstance(part.get("text"), str):
         raise ValueError(f'a content part {brief(part)} has no text in "text"')
-    return {**part, "type": "text"}
+    return {**_without_nulls(part), "type": "text"}
 
 
 def _check_calls(calls: object) -> list[dict[str, Any]]:
@@ -132,7 +132,12 @@ def _check_call(call: object) -> dict[str, Any]:
             parse_json(arguments)
         except ValueError as error:
             raise ValueError(f"arguments of a tool call are not JSON: {error}") from error
-    return dict(call)
+    return {**_without_nulls(call), "function": _without_nulls(call["function"])}
+
+
+def _without_nulls(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of the form of a conversation that are null are absent, as those of a message are."""
+    return {key: value for key, value in fields.items() if value is not None}
 
 
 def _write_call(call: Mapping[str, Any], form: CallForm) -> dict[str, Any]:

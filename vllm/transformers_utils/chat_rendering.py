@@ -20,6 +20,7 @@ from vllm.transformers_utils.chat_messages import (
     ContentFormat,
     write_message,
 )
+from vllm.transformers_utils.chat_nulls import check_arguments, check_tools, check_variables
 from vllm.transformers_utils.chat_outline import Marked, Outline, mark_messages, read_outline
 from vllm.transformers_utils.tokenizer import TokenizerLike
 from vllm.utils.text import brief
@@ -205,12 +206,14 @@ class Rendering:
         reserved = sorted(_RESERVED_VARIABLES.intersection(variables))
         if reserved:
             raise ValueError(f"chat_template_kwargs: {reserved[0]!r} is set by the request itself")
+        check_variables(variables)
         check_content_format(content_format)
         self._tokenizer = tokenizer
         self._content_format = content_format
         are_tools = isinstance(tools, list | tuple) and all(isinstance(x, Mapping) for x in tools)
         if tools is not None and not are_tools:
             raise ValueError(f"tools={brief(tools)}: has to be a list of dicts")
+        check_tools(tools or ())
         self._tools = tools or None
         self._variables = variables
         self._asks = add_generation_prompt
@@ -238,10 +241,12 @@ class Rendering:
         return self._known_with(self._tools, self._variables).forms
 
     def render(self, messages: list[ChatMessage], marks: bool = False) -> Rendered:
-        """Render messages of ``check_messages``. ValueError: the template refuses them.
+        """Render messages of ``check_messages``. ValueError: the template refuses them, or an
+        argument is null that the called tool does not declare.
 
         marks: return the spans that the template marks. ValueError also: they cannot be told.
         """
+        check_arguments(messages, self._tools or ())
         shown = None
         try:
             text = self._apply(messages, self._asks, self._continues)

@@ -19,6 +19,7 @@ _SIZE_NAMES = (
     "num_layers", "num_blocks", "mamba_n_heads", "mamba_num_heads", "n_mamba_heads", "num_heads",
     "mamba_d_head", "mamba_head_dim", "mamba_headdim", "attention_head_dim", "mamba_expand",
     "expand", "attn_layer_period", "expert_layer_period", "ffn_round_up_to_multiple_of",
+    "dim_model_base",
 )  # fmt: skip
 _COUNT_NAMES = (
     "num_experts", "num_local_experts", "n_routed_experts", "moe_latent_size",
@@ -49,8 +50,11 @@ def check_entries(content: Mapping[str, Any]) -> None:
         if name == "text_config" and isinstance(value, Mapping):
             check_entries(value)
         is_list = isinstance(value, list) and all(isinstance(one, str) for one in value)
+        is_text = isinstance(value, str) and value
         if name == "model_type" and not isinstance(value, str):
             raise ValueError(f"config.json: {name}={value!r} has to be a text")
+        if name in ("dtype", "torch_dtype") and value is not None and not is_text:
+            raise ValueError(f"config.json: {name}={value!r} has to be the name of a dtype")
         if name == "architectures" and value is not None and not is_list:
             raise ValueError(f"config.json: {name}={value!r} has to be a list of class names")
 

@@ -63,9 +63,18 @@ def get_tokenizer(
         raise ValueError(f"tokenizer_mode={tokenizer_mode!r}: has to be one of {', '.join(_MODES)}")
     from transformers import AutoTokenizer  # half a second that importing LLM can do without
 
-    tokenizer = AutoTokenizer.from_pretrained(
-        tokenizer_name, trust_remote_code=trust_remote_code, revision=revision, **kwargs
-    )
+    kwargs |= {"trust_remote_code": trust_remote_code, "revision": revision}
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(tokenizer_name, **kwargs)
+    except (OSError, ValueError, KeyError, ImportError):
+        raise
+    except Exception:  # of transformers' class for the config, which it reads to choose a class
+        from vllm.transformers_utils.config import load_hf_config
+
+        config = load_hf_config(
+            tokenizer_name, revision=revision, trust_remote_code=trust_remote_code
+        )
+        tokenizer = AutoTokenizer.from_pretrained(tokenizer_name, config=config, **kwargs)
     if len(tokenizer) <= len(tokenizer.all_special_ids):
         raise ValueError(f"{tokenizer_name!r} holds no tokenizer files")
     if tokenizer.chat_template is None:
