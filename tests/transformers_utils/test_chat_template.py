@@ -388,7 +388,9 @@ def test_rows_of_tables_are_refused_or_rendered_as_other_records() -> None:
     schemas = {"n": {"type": "integer", "default": None, "enum": [1, None]}, "default": {}}
     for arguments in ({"n": None}, {"n": [{"m": None}]}, '{"q": null}'):
         (row, tools), (messages, _) = (record(x, arguments, schemas) for x in (True, False))
-        assert render(row, template, tools=tools) == render(messages, template, tools=tools)
+        assert render(row, template, tools=tools, refuses_nulls=True) == render(
+            messages, template, tools=tools
+        )
         assert "hi" in render(row, template, tools=tools)
     for bad, path in (
         ({"n": {"type": "integer"}, "city": None}, "properties.city"),
@@ -398,9 +400,12 @@ def test_rows_of_tables_are_refused_or_rendered_as_other_records() -> None:
     ):
         messages, tools = record(False, {"n": 1}, bad)
         with pytest.raises(ValueError, match=rf"tools\[0\].*{path}.*null.*leave keys"):
-            render(messages, template, tools=tools)
+            render(messages, template, tools=tools, refuses_nulls=True)
+        assert "null" in render(messages[:1], template, tools=tools)  # as transformers
     messages, tools = record(False, {"n": 1, "city": None}, schemas)
     with pytest.raises(ValueError, match=r"message 1: argument 'city'.*'f'.*null"):
-        render(messages, template, tools=tools)
+        render(messages, template, tools=tools, refuses_nulls=True)
     with pytest.raises(ValueError, match="chat_template_kwargs: 'x' is null"):
-        render(messages[:1], template, chat_template_kwargs={"x": None})
+        render(messages[:1], template, chat_template_kwargs={"x": None}, refuses_nulls=True)
+    shown = "{{ x is none }}{{ messages[0].content[0].text }}"
+    assert render(messages[:1], shown, chat_template_kwargs={"x": None}) == "Truehi"

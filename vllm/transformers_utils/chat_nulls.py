@@ -1,4 +1,4 @@
-"""Nulls of conversations: those that stand for keys which are not there are refused.
+"""Nulls of records: those that stand for keys which are not there are refused.
 
 A table (the `datasets` library, Parquet) gives each dict all keys that another row's has, with
 null. A template would write them, so the prompt of a row would depend on other rows. A null that

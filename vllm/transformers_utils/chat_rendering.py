@@ -56,6 +56,8 @@ class ChatOptions(TypedDict, total=False):
     continue_final_message: bool
     tools: list[dict[str, Any]] | None
     chat_template_kwargs: dict[str, Any] | None
+    refuses_nulls: bool
+    """True if the conversation may be a row of a table (chat_nulls.py)."""
 
 
 def check_content_format(value: str) -> None:
@@ -188,6 +190,7 @@ class Rendering:
         continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
+        refuses_nulls: bool = False,
     ) -> None:
         if add_generation_prompt and continue_final_message:
             raise ValueError(
@@ -206,15 +209,17 @@ class Rendering:
         reserved = sorted(_RESERVED_VARIABLES.intersection(variables))
         if reserved:
             raise ValueError(f"chat_template_kwargs: {reserved[0]!r} is set by the request itself")
-        check_variables(variables)
         check_content_format(content_format)
         self._tokenizer = tokenizer
         self._content_format = content_format
         are_tools = isinstance(tools, list | tuple) and all(isinstance(x, Mapping) for x in tools)
         if tools is not None and not are_tools:
             raise ValueError(f"tools={brief(tools)}: has to be a list of dicts")
-        check_tools(tools or ())
         self._tools = tools or None
+        self._refuses_nulls = refuses_nulls
+        if refuses_nulls:
+            check_variables(variables)
+            check_tools(tools or ())
         self._variables = variables
         self._asks = add_generation_prompt
         self._continues = continue_final_message
@@ -246,7 +251,8 @@ class Rendering:
 
         marks: return the spans that the template marks. ValueError also: they cannot be told.
         """
-        check_arguments(messages, self._tools or ())
+        if self._refuses_nulls:
+            check_arguments(messages, self._tools or ())
         shown = None
         try:
             text = self._apply(messages, self._asks, self._continues)

@@ -375,6 +375,7 @@ class ExtractionFeed:
             "add_generation_prompt": is_question,
             "tools": record.get("tools"),
             "chat_template_kwargs": record.get("chat_template_kwargs"),
+            "refuses_nulls": True,
         }
         values: Any = mask
         if isinstance(mask, str) and is_question:
