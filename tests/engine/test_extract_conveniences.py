@@ -165,11 +165,13 @@ def test_masks_of_conversations(checkpoint: Checkpoint) -> None:
         ({"pooling": "max"}, "pooling='max': use none, mean, last"),
         ({"layers": True}, "layers: True is not a layer id"),
         ({"layers": slice(0, 2)}, r"layers: slice\(0, 2, None\) is not a layer id"),
+        ({"ordered": "no"}, "ordered='no': has to be true or false"),
+        ({"add_special_tokens": "no"}, "add_special_tokens='no': has to be true or false"),
     ],
 )
 def test_what_is_refused(checkpoint: Checkpoint, options: dict[str, Any], message: str) -> None:
     with engine(checkpoint("llama")) as llm, pytest.raises(ValueError, match=message):
-        llm.extract(["a"], **{"layers": 1, **options})
+        list(llm.extract(["a"], **{"layers": 1, **options}))
 
 
 def test_a_small_model_takes_a_small_pool(checkpoint: Checkpoint) -> None:

@@ -185,6 +185,10 @@ def test_prefixes_are_kept_apart(checkpoint: Checkpoint) -> None:
         (lambda: SteeringVector(torch.ones(WIDTH), 1, scale=math.inf), r"scale=inf: has to be"),
         (lambda: SteeringVector(torch.ones(WIDTH), 1, positions="some"),  # type: ignore[arg-type]
          r"positions='some': has to be all, prompt, generated"),
+        (lambda: SteeringVector(torch.ones(WIDTH), 2**70), r"layers=1180.*: has to be a layer id"),
+        (lambda: SteeringVector(torch.ones(WIDTH, device="meta"), 1), r"has to be a tensor of flo"),
+        (lambda: SteeringVector(torch.ones(WIDTH), 1, norm_match="no"),  # type: ignore[arg-type]
+         r"norm_match='no': has to be true or false"),
         (lambda: SamplingParams(steering=["x"]), r"steering='x': has to be a SteeringVector"),  # type: ignore[list-item]
     ],
 )  # fmt: skip

@@ -256,6 +256,12 @@ def test_help_looks_in_all_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert "vllm hidden-states convert:\n" in printed(capsys, "--help=shard-size")
     assert "vllm serve:\nLimits:" in printed(capsys, "--help=limits")
     assert "--mask-column" in printed(capsys, "--help=mask-col"), "a part of a name"
+    below = shown(capsys, "hidden-states", "--help=shard-size")
+    assert below.startswith("vllm hidden-states convert:\n")
+    assert "--rounds N" in shown(capsys, "bench", "extraction", "--help=rounds")
+    with pytest.raises(SystemExit):
+        main(["hidden-states", "--help=shard-sise"])
+    assert "'shard-sise' (did you mean '--shard-size'?)" in capsys.readouterr().err
     with pytest.raises(SystemExit) as ended:
         main(["--help=mask-colunm"])
     assert ended.value.code == 2

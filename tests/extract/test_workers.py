@@ -24,6 +24,7 @@ from vllm.entrypoints.extract.unit_queue import MAX_ATTEMPTS, Progress, UnitQueu
 from vllm.exceptions import Failure, FailureKind
 from vllm.hidden_states.sample import FailedSample
 from vllm.utils import stop_watch
+from vllm.utils.whole_files import write_whole
 
 LISTS = token_lists(1, 60)
 LISTS[31] = [4, DEADLY_TOKEN, 5]
@@ -255,3 +256,12 @@ def test_a_sample_that_is_missing_in_its_unit_is_noticed(tmp_path: Path) -> None
 def test_a_limit_on_files_is_named() -> None:
     error = OSError(errno.EFBIG, os.strerror(errno.EFBIG))
     assert "raise the limit (ulimit -f)" in worker_module.why_ended(error).message
+
+
+def test_a_folder_in_place_of_a_file_is_named(tmp_path: Path) -> None:
+    place = tmp_path / "shard-00000.safetensors"
+    place.mkdir()
+    with pytest.raises(IsADirectoryError) as found:
+        write_whole(place, b"rows")
+    message = worker_module.why_ended(found.value).message
+    assert message.startswith(f"{place} is a folder, where the dataset has a file: move it away")

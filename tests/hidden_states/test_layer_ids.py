@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -76,6 +77,7 @@ def test_what_it_means(spec: Layers, num_layers: int, expected: list[int]) -> No
         ([1.0], "layers: 1.0 is not a layer id"),
         ([[1, 2]], r"layers: \[1, 2\] is not a layer id"),
         (slice(0, 2), r"layers: slice\(0, 2, None\) is not a layer id"),
+        (torch.tensor(1), r"layers: tensor\(1\) is not a layer id"),
         ([], r"layers=\[\] names no layer"),
         (
             "eagle3",

@@ -91,6 +91,7 @@ def test_it_has_no_end_by_default() -> None:
         ({"layers": [3, 4]}, r"layers=\[3, 4\]: samples have"),
         ({"layers": 3, "hook": "blocks.1.x"}, "hook='blocks.1.x': .*blocks.0.hook_mlp_out"),
         ({"layers": 3, "batch_size": 0}, "batch_size=0"),
+        ({"layers": 3, "only_masked": "no"}, "only_masked='no': has to be true or false"),
         ({"layers": 3, "num_rows": 63, "batch_size": 32}, "num_rows=63: has to be at least twice"),
         ({"layers": []}, r"layers=\[\]: name a layer"),
         ({"layers": 3, "batch_size": 1000, "num_rows": 2000}, "fewer rows than batch_size=1000"),

@@ -130,6 +130,9 @@ def test_a_state_belongs_to_its_prompts() -> None:
         others = [*prompts[:place], "other", *prompts[place + 1 :]]
         with pytest.raises(ValueError, match="state_dict: prompts was"):
             ExtractingDataset("none", others, LAYERS).load_state_dict(state)
+    for key in ("epoch", "num_read"):
+        with pytest.raises(ValueError, match=f"{key}=True has to be a whole number"):
+            ExtractingDataset("none", prompts, LAYERS).load_state_dict({**state, key: True})
 
 
 def test_ranks_share_the_samples(arguments: AsyncEngineArgs) -> None:
@@ -325,6 +328,8 @@ def test_workers_of_a_loader_are_refused(arguments: AsyncEngineArgs) -> None:
         ({"prefetch_bytes": 0}, "prefetch_bytes=0"),
         ({"cache_bytes": 1.5, "cache": "folder"}, "cache_bytes=1.5: has to be a whole number"),
         ({"cache_bytes": 1 << 30}, "cache_bytes=1073741824: is of use only with cache=FOLDER"),
+        ({"prefetch_bytes": True}, "prefetch_bytes=True: has to be a whole number"),
+        ({"shuffle": "no"}, "shuffle='no': has to be true or false"),
         ({"on_error": "yield"}, "on_error='yield'"),
         ({"columns": {"a": [1]}}, r"columns\['a'\]: 1 values for 7 prompts"),
         ({"top_logprobs": -2}, "top_logprobs"),

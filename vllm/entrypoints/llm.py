@@ -28,6 +28,7 @@ from vllm.transformers_utils.chat_template import (
 from vllm.transformers_utils.pooling_config import VectorPooling
 from vllm.transformers_utils.tokenizer import TokenizerLike
 from vllm.utils.progress import Bar
+from vllm.utils.text import check_truth_values
 from vllm.v1.engine.extraction import ExtractionFeed
 from vllm.v1.engine.extraction_settings import ExtractionSettings, OnError
 from vllm.v1.engine.input_processor import ProcessedInput
@@ -393,6 +394,7 @@ class LLM(WorkerCalls):
             use_tqdm: as for :meth:`generate`.
             options: as for :meth:`encode`.
         """
+        check_truth_values(as_tensor=as_tensor)
         settings = PoolingOptions("embed", pooling, normalize, dimensions, **options)
         results = self._encode(prompts, settings, use_tqdm)
         if not as_tensor:

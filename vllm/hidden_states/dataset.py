@@ -25,6 +25,7 @@ from vllm.hidden_states.names import FORMATS, NUM_GENERATED
 from vllm.hidden_states.positions import flat_array
 from vllm.hidden_states.sample import HiddenStatesSample
 from vllm.utils.boundaries import LayerId
+from vllm.utils.text import check_truth_values
 from vllm.v1.rows.fields import LOSS_MASK, StoredNames
 from vllm.v1.rows.fields.fp8 import FP8
 
@@ -64,6 +65,7 @@ class HiddenStatesDataset(Dataset[HiddenStatesSample]):
         *,
         allow_incomplete: bool = False,
     ) -> None:
+        check_truth_values(allow_incomplete=allow_incomplete)
         if verify not in ("none", "first_read"):
             raise ValueError(f"verify={verify!r}: use 'none' or 'first_read'")
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from itertools import islice
 from numbers import Integral
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from vllm.utils.boundaries import NORM, LayerId
 from vllm.utils.text import brief
@@ -115,7 +115,12 @@ def layer_items(spec: Layers) -> tuple[int | str, ...]:
     """Return the items of ``spec``, which can be hashed."""
     if isinstance(spec, str):
         return tuple(spec.split(","))
-    items = tuple(islice(spec, MAX_LAYER_IDS + 1)) if isinstance(spec, Iterable) else (spec,)
+    try:
+        items: tuple[Any, ...] = (
+            tuple(islice(spec, MAX_LAYER_IDS + 1)) if isinstance(spec, Iterable) else (spec,)
+        )
+    except TypeError:  # a 0-d tensor
+        items = (spec,)
     for item in items:  # a cache of results would take True for 1
         if isinstance(item, bool) or not isinstance(item, Integral | str):
             raise ValueError(

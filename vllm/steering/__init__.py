@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
 import msgspec
 
 from vllm.exceptions import VLLMValidationError
-from vllm.utils.text import brief
+from vllm.utils.text import brief, check_truth_values
 
 if TYPE_CHECKING:
     import torch
 
 Where = Literal["all", "prompt", "generated"]
 _MOST_VECTORS = 1024
+_MOST_LAYERS = 2**31 - 1
 _LARGEST = 1e30
 
 
@@ -106,7 +107,8 @@ class SteeringVector:
 
         layers: Any = [self.layers] if isinstance(self.layers, int) else self.layers
         are_ids = isinstance(layers, list | tuple | range) and all(
-            isinstance(one, int) and not isinstance(one, bool) and one >= 0 for one in layers
+            isinstance(one, int) and not isinstance(one, bool) and 0 <= one < 2**31
+            for one in layers
         )
         if not are_ids:
             _fail("layers", self.layers, "a layer id from 0 on, or a list of them")
@@ -115,8 +117,11 @@ class SteeringVector:
             not torch.is_tensor(given)
             or not given.is_floating_point()
             or given.dim() not in (1, 2, 3)
+            or given.is_meta
+            or given.layout is not torch.strided
         ):
             _fail("vectors", given, "a tensor of floats, [hidden] or [layers, hidden]")
+        check_truth_values(norm_match=self.norm_match)
         rows = self.vectors.detach().float().cpu()
         rows = rows[None] if rows.dim() == 1 else rows
         shape = tuple(self.vectors.shape)

@@ -12,6 +12,7 @@ from vllm.hidden_states.batches import RowBatch, rows_of, shuffled
 from vllm.hidden_states.sample import HiddenStatesSample
 from vllm.training.order import epoch_seed
 from vllm.utils.boundaries import LayerId
+from vllm.utils.text import check_truth_values
 
 
 class ActivationBuffer:
@@ -53,8 +54,9 @@ class ActivationBuffer:
     ) -> None:
         """ValueError: an argument cannot be used."""
         for name, value in (("batch_size", batch_size), ("num_rows", num_rows)):
-            if not isinstance(value, int) or value < 1:
+            if type(value) is not int or value < 1:
                 raise ValueError(f"{name}={value!r}: has to be a whole number of at least 1")
+        check_truth_values(only_masked=only_masked, drop_last=drop_last)
         if num_rows < 2 * batch_size:
             raise ValueError(
                 f"num_rows={num_rows}: has to be at least twice batch_size={batch_size}"

@@ -28,6 +28,7 @@ from vllm.training.background_engine import BackgroundEngine, Item
 from vllm.training.order import epoch_order
 from vllm.training.sample_cache import SampleCache, digest_of
 from vllm.transformers_utils.tokenizer import stated_in_full
+from vllm.utils.text import check_truth_values
 from vllm.v1.engine.extraction_settings import ExtractionSettings
 
 if TYPE_CHECKING:
@@ -113,6 +114,7 @@ class ExtractingDataset(IterableDataset[Any]):
         )
         self._columns = _checked_columns(columns or {}, len(prompts))
         self._transform = transform
+        check_truth_values(shuffle=shuffle)
         self._shuffle, self._seed = shuffle, seed
         self._rank, self._world_size = _checked_rank(rank, world_size)
         if on_error not in ("raise", "skip"):
@@ -122,7 +124,7 @@ class ExtractingDataset(IterableDataset[Any]):
         if cache_bytes is None:
             cache_bytes = _CACHE_BYTES
         for name, value in (("prefetch_bytes", prefetch_bytes), ("cache_bytes", cache_bytes)):
-            if not isinstance(value, int) or value < 1:
+            if type(value) is not int or value < 1:
                 raise ValueError(f"{name}={value!r}: has to be a whole number of at least 1")
         if sampling_params is not None:
             _check_one_text(sampling_params)
@@ -180,9 +182,9 @@ class ExtractingDataset(IterableDataset[Any]):
                     f"state_dict: {key} was {state.get(key)!r}, and is {own[key]!r} now"
                 )
         epoch, num_read = state.get("epoch"), state.get("num_read")
-        if not isinstance(epoch, int) or epoch < 0:
+        if type(epoch) is not int or epoch < 0:
             raise ValueError(f"state_dict: epoch={epoch!r} has to be a whole number from 0 on")
-        if not isinstance(num_read, int) or not 0 <= num_read <= len(self):
+        if type(num_read) is not int or not 0 <= num_read <= len(self):
             raise ValueError(
                 f"state_dict: num_read={num_read!r} has to be a whole number from 0 to {len(self)}"
             )

@@ -23,6 +23,13 @@ def brief(value: object) -> str:
     return _BRIEF.repr(value)
 
 
+def check_truth_values(**options: object) -> None:
+    """Raise ValueError for an option that is neither True nor False, such as the text "no"."""
+    for name, value in options.items():
+        if not isinstance(value, bool):
+            raise ValueError(f"{name}={brief(value)}: has to be true or false")
+
+
 def parse_json(text: str | bytes) -> Any:
     """Parse JSON. ValueError: it is not JSON, or is nested more deeply than Python reads."""
     try:

@@ -8,6 +8,7 @@ import select
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from itertools import chain, starmap
 
 from vllm import envs
 from vllm.exceptions import EXIT_STATUS, FailureKind
@@ -116,16 +117,20 @@ def _run(arguments: list[str]) -> int:
     return 0
 
 
-def _explain(name: str) -> None:
-    """Print help for a flag or a group, from every command that has it."""
-    from vllm.entrypoints.cli.help import explain_in_all
+def _explain(name: str, command: str | None = None) -> None:
+    """Print help for a flag or a group, from every command that has it, or from ``command``."""
+    from vllm.entrypoints.cli.help import explain_in_all, with_nested
     from vllm.entrypoints.cli.parsers import command_parsers
 
     parsers = command_parsers()
+    if command is not None:
+        parsers = {command: parsers[command]}
     text = explain_in_all(parsers, name)
     if text is None:
-        flags = [flag for parser in parsers.values() for flag in parser._option_string_actions]
-        build_parser().error(f"there is no flag or group {name!r}{did_you_mean(name, flags)}")
+        nested = chain.from_iterable(starmap(with_nested, parsers.items()))
+        flags = [flag for _, parser in nested for flag in parser._option_string_actions]
+        asked = build_parser() if command is None else parsers[command]
+        asked.error(f"there is no flag or group {name!r}{did_you_mean(name, flags)}")
     print(text)
 
 
@@ -140,6 +145,10 @@ def _run_command(name: str, arguments: Sequence[str]) -> int:
     except ValueError as error:
         print(f"vllm {name}: {error}", file=sys.stderr)
         return EXIT_STATUS[FailureKind.BAD_REQUEST]
+    for argument in arguments:
+        if argument.startswith("--help="):
+            _explain(argument.removeprefix("--help="), name)
+            sys.exit(0)  # as argparse does after a help text
     function = name.replace("-", "_")
     module = import_module(f"vllm.entrypoints.cli.{function}")
     status: int = vars(module)[function](arguments)

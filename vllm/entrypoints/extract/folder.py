@@ -76,6 +76,10 @@ def lock_folder(directory: Path, kind: int) -> Iterator[None]:
     """Lock the folder; raises ValueError if it does not exist, or another command works in it."""
     try:
         descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise ValueError(f"--output {directory}: there is no such folder") from None
+    except NotADirectoryError:
+        raise ValueError(f"--output {directory}: it is a file, not a folder") from None
     except OSError as error:
         raise ValueError(f"--output {directory}: {error}") from None
     try:

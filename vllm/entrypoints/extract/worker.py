@@ -317,4 +317,9 @@ def why_ended(error: BaseException) -> Failure:
             f"a file would be larger than this process may write ({error}). Finished units are "
             "kept: raise the limit (ulimit -f), and run the same command again"
         )
+    elif isinstance(error, IsADirectoryError):
+        message = (
+            f"{error.filename2 or error.filename} is a folder, where the dataset has a file: move "
+            "it away, and run the same command again"
+        )
     return Failure(kind, message)

@@ -52,7 +52,7 @@ def each_once(
 def log_skipped(parts: Mapping[str, int]) -> None:
     """Log how many weights are skipped of each part of a checkpoint."""
     for part, count in parts.items():
-        logger.info("Skipped %d weights %s: this engine does not use them.", count, part)
+        logger.info("Skipped %d weights %s: no layer of the model is made of them.", count, part)
 
 
 def check_dtype(name: str, tensor: torch.Tensor) -> None:

@@ -37,7 +37,7 @@ from vllm.transformers_utils.answer_spans import render_masked
 from vllm.transformers_utils.chat_template import ChatOptions, render_chat
 from vllm.utils.boundaries import LayerId
 from vllm.utils.mem_utils import format_bytes
-from vllm.utils.text import brief
+from vllm.utils.text import brief, check_truth_values
 from vllm.v1.engine import ExtractionSpec, GenerationSpec
 from vllm.v1.engine.extraction_settings import (
     ExtractionSettings,
@@ -217,6 +217,8 @@ class ExtractionFeed:
         values = self._values(options)
         dtype = settings.dtype if options.dtype is None else options.dtype
         adds, params = options.add_special_tokens, options.sampling_params
+        if adds is not None:
+            check_truth_values(add_special_tokens=adds)
         params = settings.sampling_params if params is None else params
         steering = settings.steering if options.steering is None else options.steering
         prompt, mask_values = self._prompt(options, is_question=params is not None)

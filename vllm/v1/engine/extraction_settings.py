@@ -16,7 +16,7 @@ from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 from vllm.steering import steering_specs
 from vllm.transformers_utils.answer_masks import parse_mask_rule
-from vllm.utils.text import brief
+from vllm.utils.text import brief, check_truth_values
 from vllm.v1.engine.input_processor import TruncationSide
 from vllm.v1.rows.fields.activations import checked_hooks
 from vllm.v1.rows.fields.hidden import STORAGE_DTYPES
@@ -70,6 +70,7 @@ class ExtractionSettings:
         if most is not None and not (isinstance(most, Integral) and int(most) >= 1):
             raise ValueError(f"max_in_flight={most!r}: has to be a whole number of at least 1")
         check_pooling(self.pooling)
+        check_truth_values(ordered=self.is_ordered, add_special_tokens=self.add_special_tokens)
         if self.mask is not None:
             parse_mask_rule(self.mask)
         check_logprobs(self.top_logprobs, self.logprob_temperature)

@@ -21,7 +21,7 @@ from vllm.hidden_states.sample import FailedSample, HiddenStatesSample
 from vllm.outputs import PoolingOutput, PoolingRequestOutput
 from vllm.transformers_utils.pooling_config import StatedPooling, VectorPooling, read_pooling
 from vllm.utils.boundaries import NORM
-from vllm.utils.text import brief
+from vllm.utils.text import brief, check_truth_values
 from vllm.v1.engine.extraction_settings import ExtractionSettings
 from vllm.v1.engine.input_processor import TruncationSide
 from vllm.v1.engine.pooling_heads import Head, read_head
@@ -73,9 +73,8 @@ class PoolingOptions:
             if value is not None and type(value) is not int:
                 raise ValueError(f"{name}={brief(value)}: has to be a whole number")
         for name in ("normalize", "use_activation", "add_special_tokens"):
-            value = getattr(self, name)
-            if value is not None and not isinstance(value, bool):
-                raise ValueError(f"{name}={brief(value)}: has to be true or false")
+            if getattr(self, name) is not None:
+                check_truth_values(**{name: getattr(self, name)})
         keep = self.truncate_prompt_tokens
         if keep is not None and (keep < -1 or keep == 0):
             raise ValueError(f"truncate_prompt_tokens={keep}: has to be at least 1, or -1")

@@ -102,6 +102,9 @@ class StreamActivation(Activation):
         return hidden.to(self.form.dtype), residual
 
 
+_SAMPLE_NAMES = "'blocks.3.hook_attn_out' or 'model.layers.3.mlp'"
+
+
 def is_hook_name(name: str) -> bool:
     """Tell whether a tensor is named after a hook point. No other field's name has a dot."""
     return "." in name
@@ -110,14 +113,14 @@ def is_hook_name(name: str) -> bool:
 def checked_hooks(hooks: object) -> tuple[str, ...]:
     """Return the names of hook points, each once. ValueError: they are not names."""
     names = [hooks] if isinstance(hooks, str) else [] if hooks is None else hooks
-    are_names = isinstance(names, list | tuple) and all(
-        isinstance(name, str) and is_hook_name(name) for name in names
-    )
-    if not are_names:
-        raise ValueError(
-            f"hooks={brief(hooks)}: has to be a list of names such as 'blocks.3.hook_attn_out' or "
-            "'model.layers.3.mlp'"
-        )
+    if not isinstance(names, list | tuple):
+        raise ValueError(f"hooks={brief(hooks)}: has to be a list of names such as {_SAMPLE_NAMES}")
+    for name in names:
+        if not isinstance(name, str) or not is_hook_name(name):
+            raise ValueError(
+                f"hooks: {brief(name)} is not the name of a hook point; use names such as "
+                f"{_SAMPLE_NAMES} (all: vllm models MODEL --hooks)"
+            )
     return tuple(dict.fromkeys(cast("list[str]", names)))
 
 
