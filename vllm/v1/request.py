@@ -90,6 +90,8 @@ class Request:
         self.is_computed_from_forgotten = False
         """True if its blocks hold content that a reset of the prefix cache has forgotten."""
         self.num_preemptions = 0
+        self.num_restarts = 0
+        """Times that it began again because weights may have changed."""
         self.is_long = False
         """True if longer than longrope's limit: all its tokens get the factors for long ones."""
         self.prefix_hashes: list[bytes] = []
