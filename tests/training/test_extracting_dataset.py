@@ -208,6 +208,19 @@ def test_failures(arguments: AsyncEngineArgs) -> None:
         assert indices(dataset) == [2]
 
 
+def test_prompts_that_ask_for_several_texts(arguments: AsyncEngineArgs, tmp_path: Path) -> None:
+    """Each such prompt fails by itself, as others do."""
+    two = ExtractRequest(PROMPTS[1], sampling_params=SamplingParams(n=2, temperature=1.0))
+    prompts = [PROMPTS[0], two, PROMPTS[2]]
+    options: dict[str, Any] = {"on_error": "skip", "cache": str(tmp_path)}
+    with ExtractingDataset(arguments, prompts, LAYERS, **options) as dataset:
+        assert [indices(dataset) for _ in range(2)] == [[0, 2], [0, 2]]
+        assert dataset.num_skipped == 2
+        dataset._skips = False
+        with pytest.raises(HiddenStatesError, match=r"prompt 1: .*n=2, but n has to be 1"):
+            indices(dataset)
+
+
 class Ending(list[Any]):
     """Prompts, one of which cannot be read."""
 

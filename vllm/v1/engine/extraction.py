@@ -168,11 +168,11 @@ class ExtractionFeed:
     def prepare(self, request_id: str, prompt: Any) -> Prepared:
         """Do what :meth:`prepare_next` does, for a prompt that came in another way.
 
-        A sample that exists already may take the place of a prompt.
+        A sample that exists already, or a failure, may take the place of a prompt.
         """
         index = self._num_read
         self._num_read += 1
-        if isinstance(prompt, HiddenStatesSample):
+        if isinstance(prompt, HiddenStatesSample | FailedSample):
             return Prepared(dataclasses.replace(prompt, index=index))
         try:
             return self._prepare(index, request_id, prompt)
