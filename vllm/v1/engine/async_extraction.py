@@ -101,7 +101,7 @@ class AsyncExtraction(EngineFrontEnd, ABC):
     def run(self, processed: ProcessedInput) -> AsyncGenerator[RequestOutput, None]:
         """Yield the outputs of a request that was processed already."""
 
-    async def extract(
+    def extract(
         self,
         prompts: Any,
         layers: Layers | None = None,
@@ -127,9 +127,7 @@ class AsyncExtraction(EngineFrontEnd, ABC):
             *(add_special_tokens, top_logprobs, logprob_temperature, sampling_params, hooks),
             *(mask, steering, lora_request),
         )
-        async with aclosing(self.extract_with(prompts, settings)) as samples:
-            async for sample in samples:
-                yield sample
+        return self.extract_with(prompts, settings)
 
     async def pool(
         self, prompts: Any, options: PoolingOptions, *, is_one_request: bool = False
