@@ -60,6 +60,8 @@ class CompletionOutput:
     """The connector's report on this continuation, such as the path of its file."""
     extracted: ExtractedRows | None = None
     """The rows that an ``extract()`` call requested."""
+    num_restarts: int = 0
+    """Times that weights may have changed while it was kept; its rows are of the last ones."""
 
     def finished(self) -> bool:
         return self.finish_reason is not None

@@ -24,10 +24,12 @@ from tests.engine.harness import random_prompts
 from tests.entrypoints.serve_process import WAIT_SECONDS, ServeProcess, serve
 from tests.entrypoints.test_hidden_states_field import decoded
 from tests.models.adapters import request, write_adapter
+from tests.models.checkpoints import make_checkpoint
 from vllm import LLM, SamplingParams
 from vllm.entrypoints.openai.cli_args import ServerSettings
 from vllm.lora.request import LoRARequest
 
+MANY = [prompt["prompt_token_ids"] for prompt in random_prompts(73, [23, 9, 31] * 100, 250)]
 IDS = [prompt["prompt_token_ids"] for prompt in random_prompts(72, [9, 40, 17], 250)]
 COMPLETIONS = "/v1/completions"
 GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True, "return_token_ids": True}
@@ -439,3 +441,53 @@ def test_the_end_of_the_engine(tiny_llama: Path, folder: Path) -> None:
 def test_what_cannot_be_shared(options: dict[str, Any], named: str) -> None:
     with pytest.raises(ValueError, match=named):
         ServerSettings(api_server_count=2, **options)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("mode", ["wait", "keep"])
+def test_a_request_is_of_one_model(tiny_llama: Path, folder: Path, mode: str) -> None:
+    """Vectors and choices of one request are of the same weights in every process."""
+    second = make_checkpoint(folder / f"second {mode}", "llama", seed=77)
+    seeded = {"temperature": 0.9, "seed": 5, "ignore_eos": True, "return_token_ids": True}
+    bodies: list[tuple[str, dict[str, Any]]] = [
+        ("/v1/embeddings", {"input": MANY, "pooling": "last"}),
+        (COMPLETIONS, seeded | {"prompt": MANY[:90], "max_tokens": 3, "n": 2}),
+    ]
+    bodies = bodies[: 1 if mode == "keep" else 2]  # tokens that clients have stay
+
+    def values(client: httpx.Client, path: str, body: dict[str, Any]) -> Any:
+        answer = client.post(path, json=body)
+        if answer.status_code == 503 and mode == "keep":
+            return None
+        assert answer.status_code == 200, answer.text
+        entries = answer.json()["data" if path != COMPLETIONS else "choices"]
+        return [entry.get("embedding") or entry["token_ids"] for entry in entries]
+
+    def change(client: httpx.Client, number: int) -> None:
+        if mode == "keep":
+            assert client.post("/pause?mode=keep").status_code == 200
+        if number:
+            post(client, "/update_weights", update_info={"path": str(second)})
+        else:
+            post(client, "/collective_rpc", method="reload_weights")
+        if mode == "keep":
+            assert client.post("/resume").status_code == 200
+
+    flags = ("--weight-folders", str(folder), "--max-queued-requests", "100")
+    with serve_two(tiny_llama, folder, *flags) as server, two_clients(server) as clients:
+        right = []
+        for number in (0, 1):
+            change(clients[0], number)
+            right.append([values(clients[1], *body) for body in bodies])
+        assert right[0] != right[1]
+        with server.client() as trainer, ThreadPoolExecutor(2) as threads:
+            for number in (0, 1) * 8:
+                asked = [
+                    (index, threads.submit(values, client, *bodies[index]))
+                    for index in range(len(bodies))
+                    for client in clients
+                ]
+                time.sleep(0.05)
+                change(trainer, number)
+                for index, one in asked:
+                    assert one.result() in (None, right[0][index], right[1][index])

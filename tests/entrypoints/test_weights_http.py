@@ -6,6 +6,7 @@ The trainer is written here: TRL's calls of HTTP, and torch's process group. TRL
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 import sys
@@ -511,6 +512,62 @@ def streamed(http: httpx.Client, seen: list[str], **body: Any) -> None:
     with http.stream("POST", "/v1/completions", json={**body, "stream": True}) as answer:
         assert answer.status_code == 200
         seen.extend(line[6:] for line in answer.iter_lines() if line.startswith("data: {"))
+
+
+MANY = [prompt["prompt_token_ids"] for prompt in random_prompts(92, [23, 9, 31] * 200, 250)]
+
+
+@pytest.mark.parametrize("mode", ["wait", "keep"])
+def test_all_vectors_of_a_request_are_of_one_model(
+    served: LiveServer, http: httpx.Client, folders: list[Path], mode: str
+) -> None:
+    """Weights change when some vectors of a request exist, and others do not: all are of the old
+    ones. Requests that are kept begin again, so such a reply is an error."""
+
+    def vectors() -> httpx.Response:
+        with served.client() as other:
+            return other.post("/v1/embeddings", json={"input": MANY, "pooling": "last"})
+
+    engine = served.state.engine
+
+    async def wait_for_the_first() -> None:
+        count = engine.output_processor.get_num_unfinished_requests
+        while not count():
+            await asyncio.sleep(0.001)
+        while count() == len(MANY):
+            await asyncio.sleep(0)
+        if mode == "keep":
+            await engine.pause_generation("keep")
+
+    def change(number: int) -> None:
+        if number:
+            post(http, "/update_weights", update_info={"path": str(folders[1])})
+        else:
+            post(http, "/collective_rpc", method="reload_weights")
+
+    right = [vectors().json()["data"]]
+    change(1)
+    right.append(vectors().json()["data"])
+    change(0)
+    assert right[0] != right[1]
+    statuses = list[int]()
+    for number in (1, 0):
+        with ThreadPoolExecutor(1) as threads:
+            asking = threads.submit(vectors)
+            asyncio.run_coroutine_threadsafe(wait_for_the_first(), served.loop).result(30)
+            change(number)
+            if mode == "keep":
+                assert http.post("/resume").status_code == 200
+            answer = asking.result()
+        statuses.append(answer.status_code)
+        if answer.status_code == 200:
+            data = answer.json()["data"]
+            assert data == right[1 - number] or (data == right[number] and mode == "keep")
+        else:
+            assert answer.status_code == 503 and mode == "keep"
+            assert "send it again" in answer.json()["error"]["message"]
+    assert mode == "wait" or 503 in statuses
+    assert vectors().json()["data"] == right[0]
 
 
 @pytest.mark.parametrize("clear_cache", ["true", "false"])

@@ -211,6 +211,19 @@ def test_failures(arguments: AsyncEngineArgs) -> None:
         assert indices(dataset) == [2]
 
 
+def test_prompts_that_ask_for_several_texts(arguments: AsyncEngineArgs, tmp_path: Path) -> None:
+    """Each such prompt fails by itself, as others do."""
+    two = ExtractRequest(PROMPTS[1], sampling_params=SamplingParams(n=2, temperature=1.0))
+    prompts = [PROMPTS[0], two, PROMPTS[2]]
+    options: dict[str, Any] = {"on_error": "skip", "cache": str(tmp_path)}
+    with ExtractingDataset(arguments, prompts, LAYERS, **options) as dataset:
+        assert [indices(dataset) for _ in range(2)] == [[0, 2], [0, 2]]
+        assert dataset.num_skipped == 2
+        dataset._skips = False
+        with pytest.raises(HiddenStatesError, match=r"prompt 1: .*n=2, but n has to be 1"):
+            indices(dataset)
+
+
 class Ending(list[Any]):
     """Prompts, one of which cannot be read."""
 
@@ -387,20 +400,38 @@ if __name__ == "__main__":
     samples = iter(dataset)
     print(next(samples).index, flush=True)
 """
+LEFT_OPEN = """
+import asyncio, sys
+from vllm import AsyncEngineArgs, AsyncLLM
+
+async def main():
+    global llm, samples
+    arguments = AsyncEngineArgs(sys.argv[1], max_model_len=128, kv_cache_memory_bytes=2**24)
+    llm = AsyncLLM.from_engine_args(arguments)
+    samples = llm.extract([[3, 5]] * 500, 2)
+    async for sample in samples:
+        print(sample.index, flush=True)
+        break
+
+if __name__ == "__main__":
+    asyncio.run(main())
+"""
 
 
 @pytest.mark.exhaustive
+@pytest.mark.parametrize("text", [FORGOTTEN, LEFT_OPEN], ids=["dataset", "extract"])
 def test_a_script_that_does_not_close_it_ends_quietly(
-    arguments: AsyncEngineArgs, tmp_path: Path
+    arguments: AsyncEngineArgs, tmp_path: Path, text: str
 ) -> None:
-    """At the end of the interpreter no thread can be started to wait for the engine."""
+    """At the end of the interpreter no thread can be started to wait for the engine, and at that
+    of a loop all generators are closed at once."""
     script = tmp_path / "script.py"
-    script.write_text(FORGOTTEN)
+    script.write_text(text)
     command = [sys.executable, str(script), str(arguments.model)]
     environment = {**os.environ, "PYTHONPATH": str(Path.cwd()), "VLLM_LOGGING_LEVEL": "ERROR"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout) == (0, "0\n")
-    assert "Traceback" not in done.stderr, done.stderr
+    assert "Error" not in done.stderr, done.stderr
 
 
 def test_a_start_that_is_forgotten_with_its_loop(arguments: AsyncEngineArgs) -> None:

@@ -16,6 +16,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from vllm.config.identity import value_identity
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.exceptions import Failure, FailureKind
 from vllm.hidden_states.sample import (
     ExtractRequest,
     FailedSample,
@@ -286,7 +287,11 @@ class ExtractingDataset(IterableDataset[Any]):
                 raise
             raise RuntimeError(f"prompts[{index}] raised {error!r}") from error
         if isinstance(request, ExtractRequest) and request.sampling_params is not None:
-            _check_one_text(request.sampling_params)
+            try:
+                _check_one_text(request.sampling_params)
+            except ValueError as error:
+                failure = Failure(FailureKind.BAD_REQUEST, str(error))
+                return FailedSample(index, f"prompt {index}", failure)
         return request
 
     def _open_cache(self, engine: BackgroundEngine) -> SampleCache | None:
@@ -324,7 +329,7 @@ def _check_one_text(params: SamplingParams) -> None:
 def _may_be_stored(request: object) -> bool:
     """Return False for requests that generate, and those whose adapter's files may change."""
     if not isinstance(request, ExtractRequest):
-        return True
+        return not isinstance(request, FailedSample)
     return request.sampling_params is None and request.lora_request is None
 
 

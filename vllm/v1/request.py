@@ -61,6 +61,8 @@ class Request:
     is_computed_from_forgotten = False
     """True if its blocks hold content that a reset of the prefix cache has forgotten."""
     num_preemptions = 0
+    num_restarts = 0
+    """Times that it began again because weights may have changed."""
     is_long = False
     """True if longer than longrope's limit: all its tokens get the factors for long ones."""
     num_captured_tokens = 0

@@ -232,6 +232,7 @@ class Extraction:
             lora_request=self.adapter,
             byte_limit=self._limit,
             priority=self._priority,
+            is_one_request=True,
         )
 
     @property

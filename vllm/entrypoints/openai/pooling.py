@@ -74,7 +74,8 @@ class PooledAnswer(ABC, Generic[BodyT]):
         )
         results: list[Pooled] = []
         num_values = 0
-        async with aclosing(self.state.engine.pool(prompts, options)) as pooled:
+        engine = self.state.engine
+        async with aclosing(engine.pool(prompts, options, is_one_request=True)) as pooled:
             async for result in pooled:
                 results.append(result)
                 num_values += result.outputs.data.numel()
@@ -84,7 +85,7 @@ class PooledAnswer(ABC, Generic[BodyT]):
                         f"in a request ({len(results)} of {len(prompts)} are more already)",
                         "input",
                     )
-        content = await self.state.engine.renderer.run(num_values, self._reply, results)
+        content = await engine.renderer.run(num_values, self._reply, results)
         return Response(content, media_type="application/json")
 
     def _prompts(self) -> list[dict[str, Any]]:

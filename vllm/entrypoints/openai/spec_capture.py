@@ -149,6 +149,7 @@ async def _capture(
         max_in_flight=None,
         lora_request=state.adapters.find(body.model),
         byte_limit=byte_limit(state.settings, None),
+        is_one_request=True,
     )
     prompts = [ExtractRequest({"prompt_token_ids": ids}) for ids in body.input_ids]
     results: dict[int, dict[str, Any]] = {}

@@ -159,6 +159,7 @@ async def get_sequence_logprobs(
         top_logprobs=min(body.top_logprobs, state.vocab_size),
         logprob_temperature=body.temperature,
         byte_limit=limit,
+        is_one_request=True,
     )
     places = [index for index, part in enumerate(body.parts) if len(_positions(*part))]
     requests = [

@@ -155,6 +155,8 @@ class EngineCoreOutput(msgspec.Struct, kw_only=True):
     """Set when ``finish_reason`` is ERROR, or the step was interrupted."""
     kv_transfer_params: dict[str, Any] | None = None
     num_cached_tokens: int = 0
+    num_restarts: int = 0
+    """In the last output: see :class:`vllm.outputs.CompletionOutput`."""
     first_scheduled_time: float | None = None
     """Unix time, seconds; None: it never left the queue."""
     extracted: ExtractedRows | None = None

@@ -101,7 +101,7 @@ class AsyncExtraction(EngineFrontEnd, ABC):
     def run(self, processed: ProcessedInput) -> AsyncGenerator[RequestOutput, None]:
         """Yield the outputs of a request that was processed already."""
 
-    async def extract(
+    def extract(
         self,
         prompts: Any,
         layers: Layers | None = None,
@@ -127,16 +127,20 @@ class AsyncExtraction(EngineFrontEnd, ABC):
             *(add_special_tokens, top_logprobs, logprob_temperature, sampling_params, hooks),
             *(mask, steering, lora_request),
         )
-        async with aclosing(self.extract_with(prompts, settings)) as samples:
-            async for sample in samples:
-                yield sample
+        return self.extract_with(prompts, settings)
 
-    async def pool(self, prompts: Any, options: PoolingOptions) -> AsyncGenerator[Pooled, None]:
-        """Yield the result of each prompt of :meth:`vllm.LLM.encode`, in their order."""
+    async def pool(
+        self, prompts: Any, options: PoolingOptions, *, is_one_request: bool = False
+    ) -> AsyncGenerator[Pooled, None]:
+        """Yield the result of each prompt of :meth:`vllm.LLM.encode`, in their order.
+
+        is_one_request: they begin together, so that all are of the same weights.
+        """
         await self.start()
         # It may read files of the checkpoint.
         call = await self.renderer.run(0, lambda: self.pooler.call(options))
-        async with aclosing(self.extract_with(prompts, call.settings)) as samples:
+        settings = dataclasses.replace(call.settings, is_one_request=is_one_request)
+        async with aclosing(self.extract_with(prompts, settings)) as samples:
             async for sample in samples:
                 if isinstance(sample, HiddenStatesSample) and len(sample.positions) > 1:
                     yield await self.renderer.run(sample.nbytes, call.output, sample)
@@ -295,18 +299,23 @@ class AsyncExtraction(EngineFrontEnd, ABC):
 
     async def _submit_extractions(self, call: _ExtractCall) -> None:
         """Hand prompts to the core while there is room for them."""
+        feed, accepted = call.feed, list[ProcessedInput]()
         try:
-            while not call.feed.is_exhausted:
-                if not call.feed.has_room:
+            while not feed.is_exhausted:
+                if not (feed.has_room or feed.begins_together):
                     call.room.clear()
                     await call.room.wait()
                     continue
                 prepared = await self._prepare_extraction(call)
-                processed = call.feed.accept(prepared) if prepared is not None else None
+                processed = feed.accept(prepared) if prepared is not None else None
                 if processed is not None:
-                    task = asyncio.create_task(self._run_extraction(processed, call))
-                    call.tasks.add(task)
-                    task.add_done_callback(call.tasks.discard)
+                    accepted.append(processed)
+                if feed.is_exhausted or not feed.begins_together:
+                    # Nothing comes between those that begin here: a pause is before or after them.
+                    while accepted:
+                        task = asyncio.create_task(self._run_extraction(accepted.pop(0), call))
+                        call.tasks.add(task)
+                        task.add_done_callback(call.tasks.discard)
                 call.changed.set()
         except Exception as error:
             call.error = error

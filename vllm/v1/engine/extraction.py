@@ -121,6 +121,10 @@ class ExtractionFeed:
         self._max_prompts = settings.max_in_flight or scheduler.max_num_seqs
         self._processor = processor
         self._settings = settings
+        self.begins_together = settings.is_one_request
+        """True if no prompt may begin before all were read."""
+        self._num_restarts: int | None = None
+        """That of the first completion that has ended."""
         if settings.pooling == "mean":
             self._model_config.check_means()
         if settings.layers is not None:
@@ -164,11 +168,11 @@ class ExtractionFeed:
     def prepare(self, request_id: str, prompt: Any) -> Prepared:
         """Do what :meth:`prepare_next` does, for a prompt that came in another way.
 
-        A sample that exists already may take the place of a prompt.
+        A sample that exists already, or a failure, may take the place of a prompt.
         """
         index = self._num_read
         self._num_read += 1
-        if isinstance(prompt, HiddenStatesSample):
+        if isinstance(prompt, HiddenStatesSample | FailedSample):
             return Prepared(dataclasses.replace(prompt, index=index))
         try:
             return self._prepare(index, request_id, prompt)
@@ -406,16 +410,26 @@ class ExtractionFeed:
     def item_of(self, request_id: str, completion: CompletionOutput) -> Item:
         """Make the item of a completion that has ended, of a request of this call."""
         pending = self._pending[request_id]
-        if completion.extracted is not None:
+        if completion.extracted is None:
+            kind = FailureKind.ABORTED if completion.failure is None else completion.failure.kind
+            reason = completion.stop_reason or "the engine ended it"
+            failure = Failure(kind, f"{completion.finish_reason}: {reason}")
+        elif self._is_of_other_weights(completion):
+            message = "the weights may have changed while others of the same request had ended"
+            failure = Failure(FailureKind.NOT_READY, f"{message}; send it again")
+        else:
             try:
                 return self._sample(request_id, pending, completion)
             except HiddenStatesError as error:
                 failure = error.failure
-        else:
-            kind = FailureKind.ABORTED if completion.failure is None else completion.failure.kind
-            reason = completion.stop_reason or "the engine ended it"
-            failure = Failure(kind, f"{completion.finish_reason}: {reason}")
         return FailedSample(pending.index, request_id, failure)
+
+    def _is_of_other_weights(self, completion: CompletionOutput) -> bool:
+        """Return whether the weights may differ from those of completions that ended before."""
+        if self._num_restarts is None:
+            self._num_restarts = completion.num_restarts
+        is_other = completion.num_restarts != self._num_restarts
+        return is_other and self._settings.is_one_request
 
     def refuse(self, request_id: str, error: ValueError) -> None:
         """Take in that the engine refused a request of this call: ValueError or failed sample."""

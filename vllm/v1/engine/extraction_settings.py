@@ -62,6 +62,8 @@ class ExtractionSettings:
     priority: int = 0
     own_options: frozenset[str] | None = None
     """Options that an ExtractRequest may have beside its prompt; None: all."""
+    is_one_request: bool = False
+    """All prompts begin together, so that their values are of the same weights."""
 
     def __post_init__(self) -> None:
         if self.on_error not in ("raise", "yield"):

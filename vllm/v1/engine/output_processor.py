@@ -114,6 +114,7 @@ class _Completion:
             failure=None if self.last is None else self.last.failure,
             kv_transfer_params=None if self.last is None else self.last.kv_transfer_params,
             extracted=None if self.last is None else self.last.extracted,
+            num_restarts=0 if self.last is None else self.last.num_restarts,
         )
 
 

@@ -189,6 +189,7 @@ class Scheduler:
         request.status = FINISHED_STATUS[reason]
         request.stop_reason = output.stop_reason
         output.num_cached_tokens = max(request.num_cached_tokens, 0)
+        output.num_restarts = request.num_restarts
         output.first_scheduled_time = request.first_scheduled_time
         was_scheduled = request.request_id in self._known_to_workers
         if was_scheduled:
@@ -313,10 +314,13 @@ class Scheduler:
         self.starts_again = False
         if self._loads is not None:
             self._loads.lose_all()
+            for request in self._loads.under_way.values():
+                request.num_restarts += 1
         for request in reversed(self.running[:]):
             self._preempt(request, step)
         for request in self.waiting:
             request.void_steps = self._num_planned_steps
+            request.num_restarts += 1
             if self._loads is not None and request.request_id in self._loads.arrived:
                 self._loads.forget(request.request_id)
                 self.kv_cache_manager.free(request)
