@@ -89,6 +89,17 @@ def test_the_answer_may_fill_the_context(http: httpx.Client) -> None:
     )
 
 
+def test_no_content_is_an_empty_text_whatever_the_role(http: httpx.Client) -> None:
+    for role in ("system", "user", "assistant", "tool"):
+        found = []
+        for content in ({"content": None}, {"content": ""}, {}):
+            body = {"messages": [*MESSAGES, {"role": role, **content}]}
+            response = http.post("/tokenize", json=body)
+            assert response.status_code == 200, response.text
+            found.append(response.json()["tokens"])
+        assert found[0] == found[1] == found[2], role
+
+
 def test_every_field_of_a_message_reaches_the_template(server: Any, http: httpx.Client) -> None:
     template = "{% for m in messages %}{{ m | tojson }}{% endfor %}{{ tools | tojson }}{{ x }}"
     messages = [

@@ -13,7 +13,6 @@ from typing import Annotated, Any, Literal, Required, Self
 
 from fastapi import Depends, Request
 from pydantic import (
-    AfterValidator,
     ConfigDict,
     Discriminator,
     Field,
@@ -22,7 +21,6 @@ from pydantic import (
     Tag,
     ValidationError,
 )
-from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
 from vllm.entrypoints.openai.errors import ApiError, bad_form
@@ -246,14 +244,6 @@ class Message(TypedDict, total=False):
     tool_call_id: str | None
 
 
-def _need_content(message: Message) -> Message:
-    if message.get("content", "") is None and message["role"] != "assistant":
-        raise PydanticCustomError(
-            "content_null", "content may be null only in messages of the assistant"
-        )
-    return message
-
-
 def told_of_unknown(names: list[str], is_strict: bool) -> list[str]:
     """Return texts about fields that are not known, and log each name once. Raises ApiError with
     ``is_strict`` if there are any."""
@@ -433,10 +423,7 @@ class ChatFields(Described):
     """Variables for the chat template."""
 
 
-Messages = Annotated[
-    list[Annotated[Message, AfterValidator(_need_content)]],
-    Field(fail_fast=True, max_length=MAX_MESSAGES),
-]
+Messages = Annotated[list[Message], Field(fail_fast=True, max_length=MAX_MESSAGES)]
 
 
 class ChatCompletionRequest(ChatFields, GenerationBody):
