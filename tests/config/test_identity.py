@@ -133,3 +133,17 @@ def test_code_that_comes_with_the_checkpoint(folder: Path) -> None:
         found.append((of(folder), of(folder, trust_remote_code=True)))
     assert found[0][0] == found[1][0]  # it does not run
     assert found[0][1]["remote_code"] != found[1][1]["remote_code"]
+
+
+def test_code_that_lies_in_another_folder(folder: Path, tmp_path: Path) -> None:
+    other = tmp_path / "code"
+    other.mkdir()
+    config = json.loads((folder / "config.json").read_text())
+    config["auto_map"] = {"AutoModelForCausalLM": f"{other}--modeling_own.Own"}
+    (folder / "config.json").write_text(json.dumps(config))
+    (other / "modeling_own.py").write_text("from .helper import a")
+    found = []
+    for code in ("a = 1", "a = 2"):
+        (other / "helper.py").write_text(code)
+        found.append(of(folder, trust_remote_code=True)["remote_code"])
+    assert found[0] != found[1]

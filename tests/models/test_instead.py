@@ -15,6 +15,7 @@ from tests.models.harness import make_config
 from tests.models.oracle import reference_run, relative_error
 from vllm import LLM, ModelRegistry
 from vllm.model_executor.model_loader import get_model
+from vllm.model_executor.transformers_modules.choice import choose_model_class
 from vllm.model_executor.transformers_modules.model import TransformersForCausalLM
 from vllm.model_executor.utils import UnsupportedConfigError
 from vllm.model_report.checkpoint_report import report_checkpoint
@@ -124,3 +125,17 @@ def test_layers_of_the_class_that_gave_up_are_gone(tmp_path: Path) -> None:
     assert isinstance(model, TransformersForCausalLM)
     layers = config.compilation_config.static_forward_context
     assert set(layers) == set(model.sequences.layer_names)
+
+
+def test_code_of_the_checkpoint_that_does_not_run_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A class of ours has its name; the code may compute something else."""
+    folder = make_checkpoint(tmp_path, "llama", tokenizer=False)
+    content = json.loads((folder / "config.json").read_text())
+    content["auto_map"] = {"AutoModelForCausalLM": "modeling_own.LlamaForCausalLM"}
+    (folder / "config.json").write_text(json.dumps(content))
+    choose_model_class(make_config(folder).model_config)
+    assert not caplog.text
+    choose_model_class(make_config(folder, trust_remote_code=True).model_config)
+    assert "does not run" in caplog.text and "model_impl='transformers'" in caplog.text

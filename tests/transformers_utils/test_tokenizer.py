@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 from transformers import LlamaConfig, Qwen2Config
 
 from tests.engine.frontend_harness import byte_level_tokenizer, make_config
-from vllm.transformers_utils.tokenizer import get_tokenizer, load_tokenizer
+from vllm.transformers_utils.tokenizer import get_tokenizer, load_tokenizer, stated_in_full
 
 
 def load(folder: Path, **changes: Any) -> tuple[Any, str]:
@@ -73,3 +74,61 @@ def test_the_template_that_a_processor_was_saved_with(tmp_path: Path, file_name:
     saved.chat_template = "{{ 2 }}"
     saved.save_pretrained(tmp_path)
     assert get_tokenizer(str(tmp_path)).chat_template == "{{ 2 }}"
+
+
+OWN = """
+from .own_rules import STEP
+from transformers import PreTrainedTokenizer
+
+class OwnTokenizer(PreTrainedTokenizer):
+    vocab_files_names = {"vocab_file": "own.txt"}
+
+    def __init__(self, vocab_file=None, shift=0, **options):
+        self.shift = STEP + shift + len(open(vocab_file).read())
+        super().__init__(**options)
+
+    @property
+    def vocab_size(self):
+        return 256
+
+    def get_vocab(self):
+        return {chr(i): i for i in range(256)}
+
+    def _tokenize(self, text, **options):
+        return [chr((ord(one) + self.shift) % 256) for one in text]
+
+    def _convert_token_to_id(self, token):
+        return ord(token)
+
+    def _convert_id_to_token(self, index):
+        return chr(index)
+"""
+
+
+def test_what_a_tokenizer_with_its_own_code_depends_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same vocabulary cuts texts otherwise with other code, settings or files."""
+    from transformers import dynamic_module_utils
+
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.syspath_prepend(tmp_path / "modules")
+    map_to = {"AutoTokenizer": ["tokenization_own.OwnTokenizer", None]}
+
+    def made(name: str, step: int = 1, shift: int = 0, rules: str = "a") -> tuple[Any, str]:
+        folder = tmp_path / name
+        folder.mkdir(exist_ok=True)
+        settings = {"tokenizer_class": "OwnTokenizer", "auto_map": map_to, "shift": shift}
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+        (folder / "config.json").write_text('{"model_type": "llama"}')
+        (folder / "tokenization_own.py").write_text(OWN)
+        (folder / "own_rules.py").write_text(f"STEP = {step}")
+        (folder / "own.txt").write_text(rules)
+        tokenizer: Any = get_tokenizer(str(folder), trust_remote_code=True)
+        return tokenizer.encode("hello", add_special_tokens=False), stated_in_full(tokenizer)
+
+    before = made("first")
+    assert made("elsewhere") == before
+    for change in ({"step": 2}, {"shift": 3}, {"rules": "abcde"}):
+        ids, stated = made("first", **change)
+        assert ids != before[0] and stated != before[1], change

@@ -12,6 +12,7 @@ import inspect
 import json
 import sys
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -116,12 +117,30 @@ def _code_of(model_class: type) -> str:
 
 def _remote_code(model: ModelConfig) -> str | None:
     """A digest or the revision of the checkpoint's own Python code; None if it may not run."""
-    if not model.trust_remote_code or not _config(model).get("auto_map"):
+    auto_map = _config(model).get("auto_map")
+    if not model.trust_remote_code or not auto_map:
         return None
+    elsewhere = _code_elsewhere(auto_map, model.code_revision)
     folder = Path(model.model).expanduser()
     if folder.is_dir():
-        return _digest_of_files(folder.rglob("*.py"))
-    return str(model.code_revision or model.revision or _config(model).get("_commit_hash"))
+        return _digest_of_files([*folder.rglob("*.py"), *elsewhere])
+    commit = model.code_revision or model.revision or _config(model).get("_commit_hash")
+    return " ".join([str(commit), *([_digest_of_files(elsewhere)] if elsewhere else [])])
+
+
+def _code_elsewhere(auto_map: Mapping[str, Any], revision: str | None) -> list[Path]:
+    """The files beside each module that ``auto_map`` takes from another place,
+    ``PLACE--module.Class``."""
+    from transformers.utils import cached_file
+
+    found: set[Path] = set()
+    for reference in auto_map.values():
+        place, dashes, name = str(reference).rpartition("--")
+        if dashes:
+            with suppress(OSError):  # loading the model says so
+                path = cached_file(place, f"{name.partition('.')[0]}.py", revision=revision)
+                found |= set(Path(path).parent.rglob("*.py")) if path else set()
+    return list(found)
 
 
 def _transformers_version(model: ModelConfig) -> str | None:

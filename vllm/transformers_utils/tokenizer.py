@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import inspect
 import json
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 _MODES = ("auto",)
+_SETTINGS_FILES = ("tokenizer_config.json", "added_tokens.json", "special_tokens_map.json")
 
 
 class TokenizerLike(Protocol):
@@ -227,4 +230,38 @@ def make_decoder(
 def stated_in_full(tokenizer: Any) -> str:
     """Return a text that differs if texts may have other tokens, or chats another rendering."""
     known = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else tokenizer.get_vocab()
-    return json.dumps([known, tokenizer.chat_template], sort_keys=True, default=str)
+    stated = [known, tokenizer.chat_template]
+    code = _own_code(type(tokenizer))
+    if code or not tokenizer.is_fast:
+        stated += [code, _digests_of_files(tokenizer)]
+    return json.dumps(stated, sort_keys=True, default=str)
+
+
+def _own_code(tokenizer_class: type) -> dict[str, str]:
+    """Digests of the code of a tokenizer that is not of transformers, by the files' names."""
+    files: set[Path] = set()
+    for one in tokenizer_class.__mro__:
+        package = one.__module__.partition(".")[0]
+        if package not in ("builtins", "transformers"):
+            # What comes with a checkpoint has helpers beside it.
+            file = Path(inspect.getfile(one))
+            files |= set(file.parent.glob("*.py")) if package == "transformers_modules" else {file}
+    return {path.name: _digest_of(path) for path in files}
+
+
+def _digests_of_files(tokenizer: Any) -> dict[str, str]:
+    """Digests of the files that a tokenizer was made of, by name; those that are not there have
+    none."""
+    from transformers.utils import cached_file
+
+    found: dict[str, str] = {}
+    commit = tokenizer.init_kwargs.get("_commit_hash")
+    for name in sorted({*_SETTINGS_FILES, *tokenizer.vocab_files_names.values()}):
+        with suppress(OSError, ValueError):
+            path = cached_file(tokenizer.name_or_path, name, _commit_hash=commit)
+            found[name] = _digest_of(Path(path))
+    return found
+
+
+def _digest_of(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()

@@ -60,6 +60,14 @@ def choose_model_class(model_config: ModelConfig) -> type[nn.Module]:
     names = _known_names(model_config)
     ours = ModelRegistry.find_model_cls(names)
     if model_config.model_impl == "vllm" or (ours and model_config.model_impl == "auto"):
+        if _runs_remote_code(model_config):
+            logger.warning(
+                "The code that comes with model=%r does not run, although trust_remote_code=True: "
+                "this engine has a class for %s. If that code computes something else, "
+                "model_impl='transformers' runs it.",
+                model_config.model,
+                ", ".join(names),
+            )
         return ModelRegistry.resolve_model_cls(names)[0]
     problem = _why_not_in_transformers(model_config)
     if problem is not None:
