@@ -39,7 +39,7 @@ def load_chat_template(value: str | None) -> str | None:
         elif "{" not in value:
             raise ValueError(
                 "there is no such file, and it is not a template either (a Jinja template holds "
-                "'{{' or '{%')"
+                "'{{' or '{%'); of a tokenizer's named templates give the file"
             )
         check_syntax(text)
     except (OSError, ValueError) as error:
