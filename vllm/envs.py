@@ -58,19 +58,29 @@ def _one_of(*allowed: str) -> Callable[[str], str]:
     return parse
 
 
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise ValueError("use a whole number of at least 1")
+MOST_THREADS = 4096
+
+
+def _count(text: str, least: int = 1) -> int:
+    if not text.isdecimal() or int(text) < least:
+        raise ValueError(f"use a whole number of at least {least}")
     return int(text)
 
 
-def _first_count(text: str) -> int:
+def _threads(text: str) -> int:
+    count = _count(text)
+    if count > MOST_THREADS:  # OpenMP ends the process when the system has no room for them
+        raise ValueError(f"use at most {MOST_THREADS:,}")
+    return count
+
+
+def _first_threads(text: str) -> int:
     """The first number of an OpenMP list such as ``4,2`` (one entry for each nesting level)."""
-    return _count(text.split(",")[0].strip())
+    return _threads(text.split(",")[0].strip())
 
 
 def _count_or_none(text: str) -> int:
-    return 0 if text == "0" else _count(text)
+    return _count(text, least=0)
 
 
 def _positive(text: str) -> float:
@@ -127,11 +137,11 @@ VARIABLES: dict[str, Variable] = {
     ),
     "VLLM_CPU_THREADS": Variable(
         None,
-        _count,
+        _threads,
         "Threads for computing on the CPU; unset: OMP_NUM_THREADS, else every usable core.",
     ),
     "OMP_NUM_THREADS": Variable(
-        None, _first_count, "OpenMP's own variable; used when VLLM_CPU_THREADS is unset."
+        None, _first_threads, "OpenMP's own variable; used when VLLM_CPU_THREADS is unset."
     ),
     "VLLM_CPU_OMP_THREADS_BIND": Variable(
         None,

@@ -15,6 +15,8 @@ from safetensors.torch import save_file
 
 from vllm.config import ModelConfig, ParallelConfig
 from vllm.model_executor.layers.rotary_embedding.frequencies import rope_type_of
+from vllm.transformers_utils.config import load_json_file
+from vllm.transformers_utils.tokenizer import load_tokenizer
 
 
 def test_shapes_of_a_dense_model(llama: str) -> None:
@@ -237,3 +239,42 @@ def test_bad_options_are_named(llama: str, options: dict[str, Any], message: str
         return
     with pytest.raises(ValueError, match=message):
         ModelConfig(model=llama, **options)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("config.json", "generation_config.json", "tokenizer_config.json", "chat_template.jinja"),
+        *("model.safetensors.index.json", "model.safetensors", "tokenizer.json"),
+    ],
+)
+@pytest.mark.parametrize("is_link", [False, True])
+def test_what_is_no_file_does_not_count_as_absent(
+    make_checkpoint: MakeCheckpoint, name: str, is_link: bool
+) -> None:
+    folder = Path(make_checkpoint(LLAMA))
+    (folder / name).unlink(missing_ok=True)
+    if is_link:
+        (folder / name).symlink_to(folder / "nothing")
+    else:
+        (folder / name).mkdir()
+    with pytest.raises(ValueError, match=rf"{name} is (not a file|a link to nothing)"):
+        ModelConfig(model=str(folder))
+
+
+def test_other_folders_for_defaults_and_tokenizers(llama: str, tmp_path: Path) -> None:
+    for name in ("generation_config.json", "tokenizer_config.json"):
+        (tmp_path / name).mkdir()
+    with pytest.raises(ValueError, match=r"generation_config.json is not a file"):
+        ModelConfig(model=llama, generation_config=str(tmp_path))
+    with pytest.raises(ValueError, match=r"no tokenizer could .* is not a file"):
+        load_tokenizer(ModelConfig(model=llama, tokenizer=str(tmp_path)))
+
+
+def test_a_file_that_the_hub_lacks_is_not_that_of_the_present_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "generation_config.json").write_text('{"temperature": 0.1}')
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("transformers.utils.cached_file", lambda *_, **__: None)
+    assert load_json_file("owner/name", "generation_config.json") is None

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import pytest
 
-from vllm import LLM
+from vllm import LLM, envs
 from vllm.config import CacheConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs, dataclass_with_options_of
 from vllm.entrypoints.cli.help import explain
@@ -94,3 +94,20 @@ def test_every_field_is_explained(owner: type) -> None:
     if owner is EngineArgs:
         explained |= {option.name for option in EngineArgs.options() if option.help}
     assert names <= explained
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("VLLM_CPU_THREADS", "99999", "use at most 4,096"),
+        ("OMP_NUM_THREADS", "99999,2", "use at most 4,096"),
+        ("VLLM_DP_RANK", "-1", "use a whole number of at least 0"),
+        ("VLLM_DP_SIZE", "0", "use a whole number of at least 1"),
+    ],
+)
+def test_environment_variables_that_cannot_be(
+    name: str, value: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=f"{name}='{value}': {expected}"):
+        getattr(envs, name)

@@ -227,6 +227,15 @@ def test_what_is_refused(
         LLM(str(checkpoint("llama")), **options)
 
 
+def test_a_rank_beyond_the_processes(checkpoint: Checkpoint, monkeypatch: Any) -> None:
+    place = {"RANK": 5, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}
+    for name, value in place.items():
+        monkeypatch.setenv(name, str(value))
+    options = {"distributed_executor_backend": "external_launcher", **OPTIONS}
+    with pytest.raises(ValueError, match="RANK=5 with WORLD_SIZE=2: ranks count from 0"):
+        LLM(str(checkpoint("llama")), **options, tensor_parallel_size=2)
+
+
 def test_a_port_that_is_taken(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))

@@ -208,7 +208,7 @@ DAMAGES: dict[str, tuple[Change, str]] = {
         lambda folder: os.mkfifo(
             (folder / "model.safetensors").rename(folder / "moved").with_name("model.safetensors")
         ),
-        r"no \.safetensors or \.bin files in the checkpoint folder",
+        r"model\.safetensors is not a file; put the file there",
     ),
     "no config": (
         lambda folder: (folder / "config.json").unlink(),

@@ -30,6 +30,7 @@ from tests.models.stored_formats import FORMATS, quantise_checkpoint
 from vllm import LLM, AsyncEngineArgs, AsyncLLM, SamplingParams
 from vllm.hidden_states import ExtractRequest, FailedSample, HiddenStatesSample
 from vllm.lora.request import LoRARequest
+from vllm.model_executor.model_loader.adapter_files import read_adapter
 
 Checkpoint = Callable[..., Path]
 Change = Callable[[Path], Any]
@@ -499,3 +500,12 @@ def test_options(checkpoint: Checkpoint, tmp_path: Path) -> None:
     ):
         with pytest.raises(ValueError, match=message):
             LoRARequest(*values)
+
+
+def test_a_folder_in_place_of_the_weights(tmp_path: Path) -> None:
+    """It does not count as absent: the weights of another file would be read."""
+    (tmp_path / "adapter_config.json").write_text("{}")
+    (tmp_path / "adapter_model.safetensors").mkdir()
+    (tmp_path / "adapter_model.bin").write_bytes(b"PK")
+    with pytest.raises(ValueError, match=r"adapter_model\.safetensors is not a file"):
+        read_adapter(tmp_path, 8)

@@ -247,6 +247,10 @@ def test_two_engines_with_nodes_of_their_own(checkpoint: Checkpoint, tmp_path: P
             "master_addr='8.8.8.8' is the public address",
         ),
         (
+            {"nnodes": 2, "tensor_parallel_size": 2, "master_addr": "0.0.0.0"},
+            "master_addr='0.0.0.0' stands for all addresses",
+        ),
+        (
             {"nnodes": 2, "tensor_parallel_size": 2, "distributed_timeout_seconds": 0.2},
             r"node 1 has not come to 127.0.0.1:29501 for 0.2 s",
         ),

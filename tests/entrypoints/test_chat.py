@@ -211,3 +211,18 @@ def test_arguments_are_sent_as_they_come(text: str, arguments: str) -> None:
 
 def _with_last(pieces: list[str]) -> list[tuple[str, bool]]:
     return [(piece, index == len(pieces) - 1) for index, piece in enumerate(pieces)]
+
+
+def test_line_breaks_in_arguments_are_escaped() -> None:
+    """Models write code into strings as it is; streams and whole answers have the same call."""
+    arguments = '{"code": "a\n\tb \\"\\\\", "x":\n"\r"}'
+    text = f'<tool_call>\n{{"name": "f", "arguments": {arguments}}}</tool_call>'
+    expected = {"code": 'a\n\tb "\\', "x": "\r"}
+    (call,) = HermesToolParser.parse(text).tool_calls
+    assert json.loads(call.function.arguments) == expected
+    for size in range(1, 9):
+        parser = HermesToolParser()
+        pieces = [text[i : i + size] for i in range(0, len(text), size)]
+        news = [parser.push(piece, piece_end) for piece, piece_end in _with_last(pieces)]
+        calls = join_calls([c.model_dump() for new in news for c in new.tool_calls])
+        assert [json.loads(arguments) for _, arguments in calls] == [expected]

@@ -259,6 +259,10 @@ def test_help_looks_in_all_commands(capsys: pytest.CaptureFixture[str]) -> None:
     below = shown(capsys, "hidden-states", "--help=shard-size")
     assert below.startswith("vllm hidden-states convert:\n")
     assert "--rounds N" in shown(capsys, "bench", "extraction", "--help=rounds")
+    for command in (["bench", "extraction"], ["hidden-states", "inspect"]):
+        with pytest.raises(SystemExit):
+            main([*command, "--help=nothing"])
+        assert f"vllm {' '.join(command)}: error:" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["hidden-states", "--help=shard-sise"])
     assert "'shard-sise' (did you mean '--shard-size'?)" in capsys.readouterr().err

@@ -91,7 +91,7 @@ MISTAKES: list[tuple[str, str, dict[str, Any], str, str | None]] = [
     ("stop", COMPLETIONS, OK | {"stop": ["a", 1]}, FORM, "body.stop.1"),
     ("logprobs", COMPLETIONS, OK | {"logprobs": 21}, SEMANTIC, "logprobs"),
     ("logprobs", COMPLETIONS, OK | {"logprobs": -1}, SEMANTIC, "logprobs"),
-    ("top", CHAT, CHAT_OK | {"logprobs": True, "top_logprobs": 21}, SEMANTIC, "logprobs"),
+    ("top", CHAT, CHAT_OK | {"logprobs": True, "top_logprobs": 21}, SEMANTIC, "top_logprobs"),
     ("top alone", CHAT, CHAT_OK | {"top_logprobs": 2}, SEMANTIC, "top_logprobs"),
     ("options", COMPLETIONS, OK | {"stream_options": {}}, SEMANTIC, "stream_options"),
     ("suffix", COMPLETIONS, OK | {"suffix": "x"}, SEMANTIC, "suffix"),

@@ -196,6 +196,9 @@ def test_progress_bar_shows_tokens_per_second(setup: Setup) -> None:
     assert (bar.total, bar.count, bar.desc, bar.closed) == (2, 2, "Processed prompts", True)
     assert "input: " in bar.text
     assert "output: " in bar.text
+    for wrong in ("yes", 1, None, []):
+        with pytest.raises(ValueError, match=r"use_tqdm=.*: has to be True, False or a callable"):
+            setup.llm.generate(["a"], SamplingParams(max_tokens=2), use_tqdm=wrong)
 
 
 def test_the_engine_goes_with_the_object(setup: Setup) -> None:

@@ -28,7 +28,7 @@ from vllm.transformers_utils.chat_template import (
 from vllm.transformers_utils.pooling_config import VectorPooling
 from vllm.transformers_utils.tokenizer import TokenizerLike
 from vllm.utils.progress import Bar
-from vllm.utils.text import check_truth_values
+from vllm.utils.text import brief, check_truth_values
 from vllm.v1.engine.extraction import ExtractionFeed
 from vllm.v1.engine.extraction_settings import ExtractionSettings, OnError
 from vllm.v1.engine.input_processor import ProcessedInput
@@ -532,6 +532,11 @@ class _Progress:
     """The progress bar of one call, with tokens per second."""
 
     def __init__(self, num_requests: int | None, use_tqdm: ProgressBar) -> None:
+        if not isinstance(use_tqdm, bool) and not callable(use_tqdm):
+            raise ValueError(
+                f"use_tqdm={brief(use_tqdm)}: has to be True, False or a callable that takes the "
+                "arguments of tqdm and makes a bar"
+            )
         make_bar = use_tqdm if callable(use_tqdm) else Bar
         self._bar: Any = None
         if use_tqdm:

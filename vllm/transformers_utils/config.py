@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from vllm.logger import init_logger
 from vllm.transformers_utils.config_entries import check_entries
 from vllm.utils.lazy_modules import only_what_configs_need
+from vllm.utils.regular_files import check_files, check_regular
 from vllm.utils.text import parse_json
 from vllm.utils.weight_files import check_not_adapter, not_a_model, read_torch_file, torch_files
 
@@ -130,6 +131,7 @@ def _check_folder(model: str) -> None:
     """Raise ValueError for a path that is not a checkpoint folder. Hub ids pass."""
     path = Path(model).expanduser()
     if path.is_dir():
+        check_files(path)
         if not (path / "config.json").is_file():
             check_not_adapter(path, model)
             raise ValueError(
@@ -245,8 +247,10 @@ def load_json(
             _raise_exceptions_for_missing_entries=False,
             _raise_exceptions_for_connection_errors=False,
         )
-        path = Path(found or filename)
-    if not path.is_file():
+        if found is None:
+            return None
+        path = Path(found)
+    if not check_regular(path):
         return None
     try:
         return parse_json(path.read_text(encoding="utf-8"))

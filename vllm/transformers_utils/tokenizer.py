@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 from weakref import WeakKeyDictionary
 
 from vllm.logger import init_logger
+from vllm.utils.regular_files import check_files
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
@@ -109,6 +110,7 @@ def load_tokenizer(model_config: ModelConfig) -> tuple[TokenizerLike | None, str
     if model_config.skip_tokenizer_init:
         return None, "skip_tokenizer_init=True"
     try:
+        check_files(Path(model_config.tokenizer))
         tokenizer = get_tokenizer(
             model_config.tokenizer,
             tokenizer_mode=model_config.tokenizer_mode,

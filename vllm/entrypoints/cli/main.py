@@ -117,19 +117,22 @@ def _run(arguments: list[str]) -> int:
     return 0
 
 
-def _explain(name: str, command: str | None = None) -> None:
-    """Print help for a flag or a group, from every command that has it, or from ``command``."""
+def _explain(name: str, command: Sequence[str] = ()) -> None:
+    """Print help for a flag or a group, from every command that has it, or from ``command``: its
+    name, and perhaps that of a command below it."""
     from vllm.entrypoints.cli.help import explain_in_all, with_nested
     from vllm.entrypoints.cli.parsers import command_parsers
 
     parsers = command_parsers()
-    if command is not None:
-        parsers = {command: parsers[command]}
+    if command:
+        below = dict(with_nested(command[0], parsers[command[0]]))
+        path = " ".join(command) if " ".join(command) in below else command[0]
+        parsers = {path: below[path]}
     text = explain_in_all(parsers, name)
     if text is None:
         nested = chain.from_iterable(starmap(with_nested, parsers.items()))
         flags = [flag for _, parser in nested for flag in parser._option_string_actions]
-        asked = build_parser() if command is None else parsers[command]
+        asked = parsers[path] if command else build_parser()
         asked.error(f"there is no flag or group {name!r}{did_you_mean(name, flags)}")
     print(text)
 
@@ -147,7 +150,7 @@ def _run_command(name: str, arguments: Sequence[str]) -> int:
         return EXIT_STATUS[FailureKind.BAD_REQUEST]
     for argument in arguments:
         if argument.startswith("--help="):
-            _explain(argument.removeprefix("--help="), name)
+            _explain(argument.removeprefix("--help="), [name, *arguments[:1]])
             sys.exit(0)  # as argparse does after a help text
     function = name.replace("-", "_")
     module = import_module(f"vllm.entrypoints.cli.{function}")

@@ -32,6 +32,7 @@ from vllm.entrypoints.openai.responses import (
 )
 from vllm.entrypoints.openai.state import ServerState
 from vllm.entrypoints.openai.tool_parsers import TOOL_PARSERS, ToolParser
+from vllm.exceptions import VLLMValidationError
 from vllm.inputs import ParsedPrompt
 from vllm.outputs import Logprob, RequestOutput
 from vllm.sampling_params import ALL_LOGPROBS
@@ -63,6 +64,15 @@ class Chat(Generation[ChatCompletionRequest]):
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             prompt_logprobs=body.prompt_logprobs,
         )
+
+    def _prepare(self) -> None:
+        try:
+            super()._prepare()
+        except VLLMValidationError as error:
+            if error.parameter != "logprobs":
+                raise
+            # In a chat the number of them has another name.
+            raise VLLMValidationError(f"top_{error}", parameter="top_logprobs") from error
 
     def _prompts(self) -> Iterator[ParsedPrompt]:
         body, extraction = self.body, self.extraction

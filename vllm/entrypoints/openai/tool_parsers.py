@@ -23,6 +23,20 @@ class ParsedText(NamedTuple):
     tool_calls: list[ToolCall]
 
 
+_STRING = re.compile(r'"(?:[^"\\]|\\.)*(?:"|\\?\Z)', re.DOTALL)
+_CONTROL = re.compile(r"[\x00-\x1f]")
+
+
+def _escaped(text: str) -> str:
+    """JSON, or the beginning of it, in which models wrote line breaks and tabs into strings as they
+    are: clients' parsers take them escaped only."""
+
+    def escape(string: re.Match[str]) -> str:
+        return _CONTROL.sub(lambda character: f"\\u{ord(character[0]):04x}", string[0])
+
+    return _STRING.sub(escape, text)
+
+
 class ToolParser(ABC):
     """Reads one answer."""
 
@@ -107,7 +121,8 @@ class HermesToolParser(ToolParser):
         except ValueError:
             end = known.find(self.CLOSE) if self.CLOSE in known else len(known)
         if end > len(sent):
-            piece = FunctionCall(arguments=known[len(sent) : end])
+            # Characters are escaped one by one, so what was sent is the beginning of this.
+            piece = FunctionCall(arguments=_escaped(known[:end])[len(_escaped(sent)) :])
             calls.append(ToolCall(index=self.num_calls - 1, function=piece))
         if self.CLOSE in known[end:] or is_last:
             self._arguments, self._pending = None, known[end:].partition(self.CLOSE)[2]
@@ -126,7 +141,7 @@ class HermesToolParser(ToolParser):
     def _read_call(self, text: str) -> ToolCall | None:
         """Return the call in ``text``, or None if it is not one."""
         try:
-            call = parse_json(text)
+            call = parse_json(_escaped(text))
             name, arguments = call["name"], call.get("arguments", {})
             if not isinstance(arguments, str):
                 arguments = json.dumps(arguments, ensure_ascii=False)

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from safetensors.torch import load
 
+from vllm.utils.regular_files import check_regular
 from vllm.utils.text import brief, parse_json
 
 _NAME = re.compile(
@@ -157,7 +158,7 @@ def read_adapter(folder: Path, max_rank: int) -> AdapterFiles:
 
 def _read(folder: Path, *names: str) -> bytes:
     for name in names:
-        if (folder / name).is_file():
+        if check_regular(folder / name):
             return (folder / name).read_bytes()
     raise ValueError(f"the folder has no {' or '.join(names)}")
 

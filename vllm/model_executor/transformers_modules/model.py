@@ -112,6 +112,8 @@ class TransformersForCausalLM(nn.Module):
             skipped=skipped,
         )
         self.sequences: Sequences
+        self._output_class: type
+        """Class of the decoder's result."""
         self._references: dict[tuple[int, ...], Reference] = {}
         self._points: list[HookPoint] | None = None
         self._why_no_norm: tuple[str | None] | None = None
@@ -249,6 +251,7 @@ class TransformersForCausalLM(nn.Module):
             if made is not None:
                 self.way = way
                 self.sequences, layers = made
+                self._output_class = self.sequences.output_class
                 self.vllm_config.compilation_config.static_forward_context.update(layers)
                 set_attention(self.causal_lm, self.sequences.attends_by)
                 logger.info("%s runs %s.", self.description, self.way_in_words)
@@ -360,16 +363,18 @@ class TransformersForCausalLM(nn.Module):
         if self._why_no_norm is not None:
             return self._why_no_norm[0]
         last = _LastStream(self.boundaries.num_layers)
-        returned: list[torch.Tensor] = []
-        handle = self.decoder.register_forward_hook(lambda *call: returned.append(call[2][0][0]))
+        returned: list[Any] = []
+        handle = self.decoder.register_forward_hook(lambda *call: returned.append(call[2]))
         try:
             self._plain_pass([0, 1, 2], last)
         finally:
             handle.remove()
-        width, row = self.head_input(returned[0]).shape[-1], last.stream.shape[-1]
+        self._output_class = type(returned[0])  # before the way is chosen, which knows it, too
+        hidden = returned[0][0][0]
+        width, row = self.head_input(hidden).shape[-1], last.stream.shape[-1]
         if width != row:  # OPT 350M projects what its head reads
             return f"its head reads {width} elements of a token, and a row has {row}"
-        if not torch.equal(returned[0], last.stream):
+        if not torch.equal(hidden, last.stream):
             return None
         return "no norm follows its last layer, so 'last' is what comes before the head"
 
@@ -399,7 +404,7 @@ class TransformersForCausalLM(nn.Module):
         parent, _, name = self._decoder_path.rpartition(".")
         modules = self.causal_lm.get_submodule(parent)._modules
         decoder = modules[name]
-        output = self.sequences.output_class(last_hidden_state=hidden_states)
+        output = self._output_class(last_hidden_state=hidden_states)
         modules[name] = _Computed(decoder, output)
         for embedding in self._cut_embeddings:
             embedding.is_muted = True

@@ -260,7 +260,12 @@ def place_ranks(parallel: ParallelConfig) -> ParallelConfig:
         num_processes = _number("WORLD_SIZE", alone)
         rank = _number("RANK", None if alone is None or num_processes > 1 else 0)
     size = parallel.world_size
-    if num_processes % size or not 0 <= rank < num_processes:
+    if not 0 <= rank < num_processes:
+        raise ValueError(
+            f"{BACKEND}: RANK={rank} with WORLD_SIZE={num_processes}: ranks count from 0 to "
+            "WORLD_SIZE - 1"
+        )
+    if num_processes % size:
         raise ValueError(
             f"{BACKEND}: {parallel.sizes_in_words(' and ')} need {size} processes, or a multiple "
             f"of that, but there are {num_processes} (this one has the rank {rank})"

@@ -40,6 +40,11 @@ def private_address(name: str, host: str) -> str:
     except OSError as error:
         raise ValueError(f"{name} has no IPv4 address: {error.strerror or error}") from error
     address = str(found[0][4][0])
+    if ipaddress.ip_address(address).is_unspecified:
+        raise ValueError(
+            f"{name} stands for all addresses of a machine, public ones included; name one of them "
+            "that is private"
+        )
     if ipaddress.ip_address(address).is_global:
         raise ValueError(
             f"{name} is the public address {address}: nodes send each other tensors and pickled "
