@@ -347,6 +347,35 @@ def test_a_check_holds_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         assert [answer.status_code for answer in answers] == [200]
 
 
+@pytest.mark.parametrize("becomes", ["nothing", "another file", "a pipe"])
+@pytest.mark.parametrize("headers", [{}, {"range": "bytes=8-20"}])
+def test_a_file_that_a_client_takes_after_its_check(
+    becomes: str, headers: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answer is an error, and no connection that breaks off."""
+    store = make_store(tmp_path)
+    path = make_file(tmp_path)
+    store.add(str(path))
+    make_etag = download_routes._etag
+
+    def etag(*arguments: Any) -> str:
+        found = make_etag(*arguments)
+        whole = path.read_bytes()
+        path.unlink()
+        if becomes == "another file":
+            path.write_bytes(whole[::-1])
+        elif becomes == "a pipe":
+            os.mkfifo(path)
+        return found
+
+    monkeypatch.setattr(download_routes, "_etag", etag)
+    with downloads(store) as server:
+        answer = httpx.get(f"{server.url}/v1/hidden_states/cmpl-0", headers=headers, timeout=5.0)
+    assert answer.status_code == 404
+    assert "The file is gone" in answer.text
+    assert store.find("cmpl-0").num_readers == 0
+
+
 def test_a_reader_that_stalls_holds_nothing_for_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

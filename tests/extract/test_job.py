@@ -716,6 +716,34 @@ def test_ranks_and_merge(tiny_llama: Path, data: Path, output: Path, tmp_path: P
     assert digests(output) == digests(tmp_path / "alone")
 
 
+@pytest.mark.parametrize("others", [{"storage_dtype": "float16"}, {"positions": "last"}, {}])
+@pytest.mark.parametrize("is_last", [True, False])
+def test_folders_of_other_commands_are_not_merged(
+    others: dict[str, Any],
+    is_last: bool,
+    tiny_llama: Path,
+    data: Path,
+    output: Path,
+    tmp_path: Path,
+) -> None:
+    """Whichever folder's settings remain when one is copied over the other."""
+    reverse = write_token_ids(tmp_path / "reverse.jsonl", LISTS[::-1])
+    run(tiny_llama, data, tmp_path / "0", rank=0, world_size=2)
+    run(tiny_llama, data if others else reverse, tmp_path / "1", rank=1, world_size=2, **others)
+    for name in ("0", "1") if is_last else ("1", "0"):
+        shutil.copytree(tmp_path / name, output, dirs_exist_ok=True)
+    with pytest.raises(ValueError, match=r"unit \d+ was made with other settings, or from another"):
+        run(tiny_llama, data, output, merge=True)
+    assert not (output / "manifest.json").exists()
+    if not is_last:  # the settings are those of rank 0, so its command is what to run again
+        assert run(tiny_llama, data, output) == 0
+        check_rows(output, LISTS)
+
+
+def test_a_rank_without_units(tiny_llama: Path, data: Path, output: Path) -> None:
+    assert run(tiny_llama, data, output, rank=90, world_size=100) == 0
+
+
 def test_dry_run(
     tiny_llama: Path, data: Path, output: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

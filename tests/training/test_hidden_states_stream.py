@@ -307,6 +307,48 @@ def test_a_second_reader_is_refused(path: str) -> None:
         assert [one.index for one in first] == [1]
 
 
+@pytest.mark.parametrize(
+    "data", [b"GET / HTTP/1.1\r\n", b"\x93\xa5taken\x01\xa1x", b"\x93\xa5taken\xcd\x7f\xff\x90"]
+)
+def test_a_reader_that_sends_something_else(data: bytes, path: str) -> None:
+    """No message, one of a wrong type, and an acknowledgement of what was never sent."""
+    items = [sample(i) for i in range(5)]
+    with published(HiddenStatesStream(path, timeout=20.0), items) as result:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as other:
+            other.connect(path)
+            other.send(data)
+            while other.recv(1 << 16):
+                pass
+        assert [one.index for one in StreamedDataset(path, 20.0)] == list(range(5))
+    assert result == [5]
+
+
+def test_a_publisher_of_something_else(path: str) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(path)
+        listener.listen()
+        reader = iter(StreamedDataset(path, 20.0))
+        connection, _ = listener.accept()
+        with connection:
+            connection.send(b"220 ready\r\n")
+            with pytest.raises(StreamError, match="another program publishes there"):
+                next(reader)
+
+
+def test_an_error_that_utf8_cannot_hold(path: str) -> None:
+    def items() -> Iterator[HiddenStatesSample]:
+        yield sample(0)
+        raise KeyError("\ud800")
+
+    stream = HiddenStatesStream(path, timeout=20.0)
+    reader = iter(StreamedDataset(path, 20.0))
+    with published(stream, items()) as result:
+        next(reader)
+        with pytest.raises(StreamError, match=r"\\ud800"):
+            next(reader)
+    assert isinstance(result[0], KeyError)
+
+
 def test_arguments_that_cannot_be_used(path: str, tmp_path: Path) -> None:
     for message, arguments in {
         "credit_bytes=0": (path, 0),

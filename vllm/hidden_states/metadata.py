@@ -88,6 +88,8 @@ class UnitRecord:
     """Sum of the rows' relative errors in fp8, for each layer; None if not measured."""
     kernels: str = ""
     """The kernels that computed the rows; empty if written by a version that did not say."""
+    settings_digest: str = ""
+    """The :meth:`DatasetSettings.digest_of_unit` of the run that made it; empty as above."""
 
 
 @dataclass(frozen=True)
@@ -280,6 +282,16 @@ class DatasetSettings:
         if options.get("weights"):
             del settings["model"]
         return settings
+
+    def digest_of_unit(self, unit: int) -> str:
+        """Return a digest of all that the samples of a unit depend on, except the kernels: it
+        stays the same when inputs are added after the unit's own."""
+        identity = self.identity()
+        for name in ("num_units", "num_samples", "added"):
+            del identity[name]
+        identity["options"].pop(_HAS_LOSS_MASK, None)
+        before = [one.input_digest for one in self.inputs if one.first_unit <= unit]
+        return _digest_of({**identity, "input_digest": before[-1]})
 
     def differences(self, other: DatasetSettings, *, mixes_kernels: bool = False) -> list[str]:
         """Return a line for each setting in which ``other`` differs, with this one's value first.

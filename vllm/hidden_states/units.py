@@ -239,6 +239,7 @@ class UnitWriter(ABC):
             row_norm_sums=tuple(self._norm_sums.tolist()),
             fp8_error_sums=None if self._error_sums is None else tuple(self._error_sums.tolist()),
             kernels=self._settings.kernels,
+            settings_digest=self._settings.digest_of_unit(self.unit),
         )
         if self.repaired is not None:
             renewed = {file.name: file for file in files}

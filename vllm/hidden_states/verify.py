@@ -79,6 +79,12 @@ def unit_problems(directory: str, record: UnitRecord, full: bool) -> dict[str, l
     """Return what :func:`verify_unit` returns, by the names of files, or WHOLE_UNIT."""
     settings = DatasetSettings.read(directory)
     is_dataset = settings.format in FORMATS
+    if record.settings_digest not in ("", settings.digest_of_unit(record.unit)):
+        problem = (
+            f"{directory}: unit {record.unit} was made with other settings, or from another "
+            f"input, than {records.SETTINGS_FILE} states"
+        )
+        return {WHOLE_UNIT: [problem]}
     found = {}
     for expected in record.files:
         path = os.path.join(directory, expected.name)

@@ -199,7 +199,7 @@ class HiddenStatesStream:
         stream has ended then. ValueError: the sample has columns that cannot be published.
         """
         if isinstance(item, FailedSample):
-            text = item.failure.message[: MESSAGE_BYTES // 8]
+            text = messages.text_of(item.failure)
             kind, index, name = item.failure.kind, item.index, item.request_id
             self._wait(lambda: len(self._unacknowledged) < _MOST_SAMPLES)
             self._add(lambda n: _Entry(messages.Failed(n, index, name, kind, text)))
@@ -299,10 +299,13 @@ class HiddenStatesStream:
                 break
             except ConnectionResetError:  # comes before what was sent until then
                 continue
+            taken = messages.read_taken(data) if data else None
+            if taken is not None and taken.number < self._next_sent:
+                self._take(taken)
+                continue
             if data:
-                self._take(messages.decode_taken(data))
-            else:
-                self._disconnect()
+                logger.warning("%s: a reader sent what no reader sends; it is dropped", self.path)
+            self._disconnect()
         return len(self._unacknowledged) < before
 
     def _take(self, taken: messages.Taken) -> None:

@@ -81,13 +81,35 @@ class Taken(msgspec.Struct, frozen=True, tag="taken", array_like=True):
 
 Published = Rows | Failed | End | Stopped
 encode = msgspec.msgpack.Encoder().encode
-decode_published = msgspec.msgpack.Decoder(Published).decode
-decode_taken = msgspec.msgpack.Decoder(Taken).decode
+_published = msgspec.msgpack.Decoder(Published)
+_taken = msgspec.msgpack.Decoder(Taken)
+
+
+def read_published(data: bytes) -> Published | None:
+    """Return what a publisher sent; None if it is no message of a publisher."""
+    try:
+        message: Published = _published.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return None
+    return message
+
+
+def read_taken(data: bytes) -> Taken | None:
+    """Return what a reader sent; None if it is no message of a reader."""
+    try:
+        return _taken.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return None
+
+
+def text_of(failure: Failure) -> str:
+    """Return a failure's text, cut to the size of a message, with halves of pairs escaped."""
+    return failure.message[: MESSAGE_BYTES // 8].encode(errors="backslashreplace").decode()
 
 
 def stopped(failure: Failure) -> Stopped:
-    """Return the message with a failure, whose text is cut to the size of a message."""
-    return Stopped(failure.kind, failure.message[: MESSAGE_BYTES // 8])
+    """Return the message with a failure."""
+    return Stopped(failure.kind, text_of(failure))
 
 
 def map_segment(descriptor: int, num_bytes: int) -> torch.Tensor:

@@ -145,7 +145,9 @@ class _Connection:
             raise self._error(FailureKind.STREAM_STALLED, failure) from None
         if not data:
             raise self._error(FailureKind.ENGINE_DEAD, "the publishing process ended early")
-        message: messages.Published = messages.decode_published(data)
+        message = messages.read_published(data)
+        if message is None:
+            raise self._error(FailureKind.BAD_REQUEST, "another program publishes there")
         if not isinstance(message, messages.Stopped):
             self._last = message.number
         return message

@@ -131,8 +131,9 @@ def totals_lines(
         ("skipped", f"{totals.skipped:,}"),
         *((f"  {kind}", f"{count:,}") for kind, count in kinds.most_common()),
     ]
-    errors = totals.fp8_errors or [None] * len(settings.layer_ids)
-    for layer_id, norm, error in zip(settings.layer_ids, totals.row_norms, errors, strict=True):
+    layer_ids = settings.layer_ids if totals.row_norms else ()  # a rank may have no units
+    errors = totals.fp8_errors or [None] * len(layer_ids)
+    for layer_id, norm, error in zip(layer_ids, totals.row_norms, errors, strict=True):
         suffix = "" if error is None else f", fp8 error {error:.2%}"
         lines.append((f"layer {layer_id}", f"mean row norm {norm:.4g}{suffix}"))
     return lines

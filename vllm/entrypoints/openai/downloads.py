@@ -6,7 +6,8 @@ import asyncio
 import os
 import re
 import stat
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
+from typing import BinaryIO
 
 from fastapi import APIRouter, Request
 from starlette.datastructures import Headers
@@ -19,12 +20,14 @@ from vllm.entrypoints.openai.hidden_states_store import (
     StoredFile,
     check_content,
     read_metadata,
+    version_of,
 )
 from vllm.entrypoints.openai.state import ServerState, State
 from vllm.exceptions import Failure, FailureKind
 from vllm.hidden_states.mapped_file import DamagedFileError
 from vllm.hidden_states.tensor_file import CHECKSUM_KEY
 from vllm.logger import init_logger
+from vllm.utils.regular_files import open_regular
 
 logger = init_logger(__name__)
 router = APIRouter(prefix="/v1/hidden_states", tags=["hidden states"])
@@ -122,7 +125,7 @@ class FileDownload(FileResponse):
     ) -> None:
         name, media_type = os.path.basename(path), "application/octet-stream"
         super().__init__(path, 200, {"etag": etag}, media_type, None, name, status)
-        self._hold = hold
+        self._hold, self._version = hold, version_of(status)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def send_in_time(message: Message) -> None:
@@ -132,8 +135,18 @@ class FileDownload(FileResponse):
         if not self.has_range:
             others = [(name, value) for name, value in scope["headers"] if name != b"range"]
             scope = {**scope, "headers": others}
-        with self._hold:
+        with self._hold, self._opened() as file:
+            self.path = f"/proc/self/fd/{file.fileno()}"  # whatever becomes of the name
             try:
                 await super().__call__(scope, receive, send_in_time)
             except TimeoutError:
                 logger.warning("A download stalled and was stopped")
+
+    def _opened(self) -> BinaryIO:
+        """Open the file that was checked; raises ApiError if the name leads to another by now."""
+        with suppress(OSError):
+            file = open_regular(self.path)
+            if version_of(os.fstat(file.fileno())) == self._version:
+                return file
+            file.close()
+        raise failed(GONE)

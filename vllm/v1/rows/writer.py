@@ -302,7 +302,7 @@ _ADVICE = {
     errno.EWOULDBLOCK: "another request or a client holds its lock; wait for it, or choose "
     "another path",
     errno.ENAMETOOLONG: "names of files and folders, and of the lock, have at most 255 bytes",
-    errno.ENOENT: "the folder is gone; make it again",
+    errno.ENOENT: "somebody removed the folder, or the file while it was made",
 }
 
 
