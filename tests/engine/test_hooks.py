@@ -213,8 +213,8 @@ def test_with_log_probabilities_and_the_norm(checkpoint: Checkpoint) -> None:
          r"blocks.1.hook_attn_out"),
         (["blocks.9.hook_mlp_out"], r"no hook point 'blocks.9.hook_mlp_out'"),
         (["model.embed_tokens"], r"no hook point 'model.embed_tokens'"),
-        (["nonsense"], "hooks: 'nonsense' is not the name of a hook point; use names such as"),
-        ([3], "hooks: 3 is not the name of a hook point"),
+        (["nonsense"], r"hooks=\['nonsense'\]: 'nonsense' is not the name of a hook point"),
+        ([3], r"hooks=\[3\]: 3 is not the name of a hook point"),
         ({"a.b": 1}, r"hooks=.*: has to be a list of names"),
     ],
 )  # fmt: skip

@@ -216,7 +216,7 @@ class NeverStarts:
     def configure(self, vllm_config: Any) -> None:
         """Take the config."""
 
-    def end(self) -> None:
+    def end(self, grace_seconds: float = 0.0) -> None:
         """End nothing."""
 
 

@@ -251,9 +251,12 @@ def test_long_names(extract: Extract, tiny_llama: Path) -> None:
     [
         ({"hooks": "blocks.1.hook_at_out"}, "no hook point 'blocks.1.hook_at_out'; the nearest"),
         ({"hooks": "blocks.9.hook_attn_out"}, "no hook point 'blocks.9.hook_attn_out'"),
-        ({"hooks": "attention"}, "hooks=['attention']: has to be a list of names"),
-        ({"hooks": ""}, "hooks=['']: has to be a list of names"),
-        ({"hooks": f"{HOOKS[0]},,{HOOKS[1]}"}, "has to be a list of names"),
+        (
+            {"hooks": "attention"},
+            "hooks=['attention']: 'attention' is not the name of",
+        ),
+        ({"hooks": ""}, "hooks=['']: '' is not the name of a hook point"),
+        ({"hooks": f"{HOOKS[0]},,{HOOKS[1]}"}, "'' is not the name of a hook point"),
         ({"hooks": None, "layers": None}, "--layers is missing"),
         ({"layers": None, "format": "speculators"}, "format='speculators' trains from hidden"),
     ],

@@ -118,8 +118,8 @@ def checked_hooks(hooks: object) -> tuple[str, ...]:
     for name in names:
         if not isinstance(name, str) or not is_hook_name(name):
             raise ValueError(
-                f"hooks: {brief(name)} is not the name of a hook point; use names such as "
-                f"{_SAMPLE_NAMES} (all: vllm models MODEL --hooks)"
+                f"hooks={brief(hooks)}: {brief(name)} is not the name of a hook point; use names "
+                f"such as {_SAMPLE_NAMES} (all: vllm models MODEL --hooks)"
             )
     return tuple(dict.fromkeys(cast("list[str]", names)))
 
