@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from tests.models.checkpoints import make_checkpoint
@@ -18,8 +19,11 @@ from vllm import plugins
 from vllm.config import identity
 from vllm.config.identity import value_identity
 from vllm.engine.arg_utils import EngineArgs
+from vllm.entrypoints.extract.options import ExtractOptions
+from vllm.entrypoints.extract.resolve import Resolved
 from vllm.model_classes import ModelRegistry
 from vllm.model_executor.models.llama import LlamaForCausalLM
+from vllm.training import ExtractingDataset
 
 
 class Changed(LlamaForCausalLM):
@@ -112,6 +116,20 @@ def test_a_class_without_a_file_is_never_the_same(
     made = type("Made", (Changed,), {"__module__": "__interactive__"})
     monkeypatch.setattr(ModelRegistry, "_registered", {"LlamaForCausalLM": made})
     assert of(folder) != of(folder)
+
+
+def test_a_module_of_transformers_that_runs_instead_of_a_class(tmp_path: Path) -> None:
+    """Its release matters, as soon as it is known that it runs."""
+    folder = make_checkpoint(tmp_path / "model", "llama", hidden_act="quick_gelu")
+    (records := tmp_path / "records.jsonl").write_text('{"input_ids": [5, 6]}\n')
+    options = ExtractOptions(input=(str(records),), layers="1", output=str(tmp_path / "out"))
+    resolved = Resolved(options, EngineArgs(model=str(folder)))
+    assert "transformers" not in value_identity(resolved.vllm_config, "kernels")
+    resolved.check_model()
+    found = value_identity(resolved.vllm_config, "kernels")
+    assert found["transformers"] == transformers.__version__
+    dataset = ExtractingDataset(str(folder), [[5, 6]], [1], cache=str(tmp_path / "cache"))
+    assert dataset._runs_as_module()
 
 
 def test_plugins(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

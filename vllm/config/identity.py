@@ -146,7 +146,7 @@ def _code_elsewhere(auto_map: Mapping[str, Any], revision: str | None) -> list[P
 def _transformers_version(model: ModelConfig) -> str | None:
     """The version of transformers if its module computes, not a class of this package."""
     is_ours = ModelRegistry.find_model_cls(model.causal_architectures) is not None
-    if is_ours and model.model_impl != "transformers":
+    if is_ours and model.model_impl != "transformers" and not model.runs_as_module:
         return None
     import transformers
 

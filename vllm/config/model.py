@@ -165,6 +165,9 @@ class ModelConfig:
     auto_fit_max_model_len: bool = field(default=False, init=False)
     """True if max_model_len was given as -1; the engine then lowers it to what fits."""
 
+    runs_as_module: bool = field(default=False, init=False)
+    """True once transformers' module turned out to run the model instead of our class of it."""
+
     def __post_init__(self) -> None:
         if is_unset(self.tokenizer):
             self.tokenizer = self.model

@@ -294,10 +294,19 @@ class ExtractingDataset(IterableDataset[Any]):
                 return FailedSample(index, f"prompt {index}", failure)
         return request
 
+    def _runs_as_module(self) -> bool:
+        """Tell whether transformers' module computes in the engine's process."""
+        from vllm.model_report.outline import outline_model
+
+        config = dataclasses.replace(self._engine_args, data_parallel_size=1).create_engine_config()
+        outline_model(config)
+        return config.model_config.runs_as_module
+
     def _open_cache(self, engine: BackgroundEngine) -> SampleCache | None:
         if self._cache_folder is None or self._cache is not None:
             return self._cache
         config = engine.llm.vllm_config
+        config.model_config.runs_as_module = self._runs_as_module()
         values = value_identity(config, kernels_of(config.device_config.device_type))
         tokenizer = engine.llm.tokenizer
         text_rules = "" if tokenizer is None else stated_in_full(tokenizer)

@@ -114,7 +114,9 @@ class Resolved:
         """Raise ValueError if an engine would refuse the checkpoint; reads no weights."""
         from vllm.model_report.checkpoint_report import report_checkpoint
 
-        report_checkpoint(self._make_config())  # its layers enter the config
+        config = self._make_config()  # the model's layers enter it
+        report_checkpoint(config)
+        self.vllm_config.model_config.runs_as_module = config.model_config.runs_as_module
 
     @cached_property
     def layer_ids(self) -> tuple[LayerId, ...]:

@@ -45,6 +45,7 @@ def make_model(vllm_config: VllmConfig, make: Callable[[type[nn.Module]], Made])
         for name in set(layers) - before:
             del layers[name]
         logger.warning("%s by %s: transformers' module runs it.", error, model_class.__name__)
+        model_config.runs_as_module = True
         try:
             with failures_named(model_config.hf_config):
                 return make(_class_of_modules(model_config, model_class.__name__))
