@@ -156,8 +156,7 @@ TARGETS = {
 NOT_MEASURED = frozenset({
     *(("dense", "transformers"), ("mamba", "bound")),
     *(("long-hybrid", "bound with attention"), ("long-dense", "bound with attention")),
-    *((name, "bound") for name in ("extract-16", "extract-64", "command-16", "command-64")),
-    *((name, "reading the weights") for name in TARGETS if name.startswith("decode-")),
+    *(("extract-16", "bound"), ("command-16", "bound")),
 })  # fmt: skip
 """Targets and rivals of which benchmarks/results has no figures yet."""
 
