@@ -1,4 +1,4 @@
-// Mixtures of experts: the choice of experts, and the sum of their outputs.
+// Mixtures of experts: the choice of experts, the order of pairs, and the sum of outputs.
 #include <algorithm>
 #include <utility>
 

@@ -1,4 +1,4 @@
-// Products with unquantised weights of linear layers, and look-ups in embeddings in panels.
+// Products with unquantised weights of linear layers and of experts, and look-ups in embeddings in panels.
 //
 // A weight [columns, n] lies in *panels* of kColumns outputs: term by term, with the panel's
 // weights of one term side by side (for bfloat16 those of two terms in turns, as pairs), so that it
@@ -209,7 +209,8 @@ Status multiply_expert(const ExpertArgs& args, int64_t expert, int64_t threads) 
   return Product<Math, FloatPanel<Math>, FloatWeight>(product, floats).run();
 }
 
-// The experts one after another, or a thread for each if no expert has most of the pairs.
+// The experts one after another, each on all threads; or a thread for each, if no expert has most
+// of the pairs.
 template <class Math>
 Status run_by_expert(const ExpertArgs& args, int64_t experts) {
   if (args.rows != nullptr) {

@@ -82,10 +82,11 @@ class Kernels:
 
     def expert_linear(
         self, x: torch.Tensor, rows: torch.Tensor | None, starts: torch.Tensor,
-        weight: torch.Tensor, bias: torch.Tensor | None = None,
+        weight: torch.Tensor, bias: torch.Tensor | None = None, columns: int | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        """weight: [num_experts, m, n]."""
-        out = poisoned(x, (len(x) if rows is None else len(rows), weight.shape[1]))
+        """weight: [num_experts, m, n], or the panels of each expert and m, ``columns``."""
+        shape = (len(x) if rows is None else len(rows), columns or weight.shape[1])
+        out = poisoned(x, shape)
         self._run(experts.expert_linear, x, rows, starts, weight, bias, out)
         return out
 

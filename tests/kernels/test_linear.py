@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from kernel_calls import ISAS_OF_PAIRS, Kernels
@@ -74,6 +76,34 @@ def test_rows_do_not_depend_on_others(
                 for weight in (plain, panels):
                     out = native.linear(x[own], weight, bias, columns=shape[0])
                     assert torch.equal(out, expected[own])
+
+
+@pytest.mark.parametrize("counts", [(1, 1, 0, 1, 1, 1), (3, 9, 2, 4, 0, 5), (0, 1, 60, 0, 2, 1)])
+def test_experts_have_the_bits_of_single_products(
+    native: Kernels, counts: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    """On threads, too, which take an expert each unless one has most of the rows."""
+    columns, terms, num_rows = 200, 300, sum(counts)
+    made = [_weights((columns, terms), dtype) for _ in counts]
+    x, bias = torch.randn(40, terms).to(dtype), torch.randn(len(counts), columns).to(dtype)
+    rows = torch.randint(40, (num_rows,))
+    starts = torch.tensor([0, *itertools.accumulate(counts)])
+    expected = torch.cat(
+        [
+            native.linear(x[rows[begin:end]], plain, bias[expert])
+            for expert, (plain, (begin, end)) in enumerate(
+                zip((plain for plain, _ in made), itertools.pairwise(starts.tolist()), strict=True)
+            )
+        ]
+    )
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        for weights in zip(*made, strict=True):
+            weight = torch.stack(weights)
+            found = native.expert_linear(x, rows, starts, weight, bias, columns)
+            assert torch.equal(found, expected)
+            found = native.expert_linear(x[rows], None, starts, weight, bias, columns)
+            assert torch.equal(found, expected)
 
 
 def test_a_large_weight_that_passes_the_caches_by(native: Kernels, dtype: torch.dtype) -> None:

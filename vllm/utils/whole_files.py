@@ -65,7 +65,8 @@ def write_whole(path: str | os.PathLike[str], content: bytes, owner: str | None 
 
 
 def remove_folder(path: str | os.PathLike[str]) -> None:
-    """Remove a folder, which has no name from the first moment on. OSError is passed over."""
+    """Remove a folder. It is renamed first, so that nobody finds a part of it. What cannot be
+    removed stays."""
     temporary = temporary_path(path)
     with suppress(OSError):
         os.rename(path, temporary)

@@ -124,7 +124,7 @@ class ExtractionFeed:
         self.begins_together = settings.is_one_request
         """True if no prompt may begin before all were read."""
         self._num_restarts: int | None = None
-        """That of the first completion that has ended."""
+        """``num_restarts`` of the first completion that ended; None before that."""
         if settings.pooling == "mean":
             self._model_config.check_means()
         if settings.layers is not None:
