@@ -1,4 +1,5 @@
-// Products with unquantised weights of linear layers and of experts, and look-ups in embeddings in panels.
+// Products with unquantised weights of linear layers and of experts, and look-ups in embeddings in
+// panels.
 //
 // A weight [columns, n] lies in *panels* of kColumns outputs: term by term, with the panel's
 // weights of one term side by side (for bfloat16 those of two terms in turns, as pairs), so that it
