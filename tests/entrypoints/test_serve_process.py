@@ -233,6 +233,10 @@ class NeverStarts:
         (["--served-model-name", "\udcff"], "served_model_name is not valid text"),
         (["--generation-config", "a/b/c"], "generation_config='a/b/c'"),
         (["--hf-overrides", '{"architectures": 5}'], "architectures=5 has to be a list"),
+        (
+            ["--extract-only-when-asked"],
+            "extract_only_when_asked has no effect: this",
+        ),
         (["--kv-events-config.hwm", str(2**64)], "hwm=18446744073709551616 is not a positive"),
     ],
 )
@@ -306,6 +310,7 @@ def test_broken_clients_and_no_orphan(tiny_llama: Path, folder: Path) -> None:
     In the end the HTTP process is killed, and its core goes with it.
     """
     flags = ["--max-body-bytes", "100000", "--body-timeout", "0.5", "--api-key", "secret"]
+    flags += ["--extract-only-when-asked"]
     with serve(tiny_llama, folder, *flags) as server, server.client() as client:
         key = {"authorization": "Bearer secret", "content-type": "application/json"}
         assert client.post("/v1/completions", json={"prompt": PROMPT}).status_code == 401
@@ -325,8 +330,15 @@ def test_broken_clients_and_no_orphan(tiny_llama: Path, folder: Path) -> None:
 
         answer = client.post("/v1/completions", content=drip(), headers=key)
         assert answer.status_code == 408
-        good = client.post("/v1/completions", json={"prompt": PROMPT}, headers=key)
+        body = {"prompt": PROMPT, "max_tokens": 1}
+        good = client.post("/v1/completions", json=body, headers=key)
         assert good.status_code == 200
+        assert good.json()["kv_transfer_params"] is None
+        assert list(folder.iterdir()) == []
+        asked = client.post("/v1/completions", json=body | {"kv_transfer_params": {}}, headers=key)
+        path = asked.json()["kv_transfer_params"]["hidden_states_path"]
+        assert {one.suffix for one in folder.iterdir()} <= {".safetensors", ".lock"}
+        assert Path(path) in folder.iterdir()
 
         core = server.core()
         server.signal(signal.SIGKILL)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import pickle
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +14,16 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.kv_connector.connector_harness import MakeHarness
+from tests.kv_connector.loading import beside_extraction
 from vllm.config import SchedulerConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states_options import (
     HiddenStatesOptions,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.storage_folder import (
+    extract_only_when_asked,
+    storage_options,
+)
+from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.text import safe_name
 
 
@@ -271,6 +279,18 @@ def test_defaults() -> None:
     assert options.num_writer_threads == 8
     assert not options.allow_custom_save_path
     assert options.use_synchronization_lock
+
+
+def test_the_servers_flag_reaches_our_connector_among_others(
+    checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    options = beside_extraction(tmp_path, {"kv_connector": "OffloadingConnector"})
+    config = EngineArgs(str(checkpoint("llama")), **options).create_engine_config()
+    assert storage_options(config) == HiddenStatesOptions(shared_storage_path=str(tmp_path))
+    extract_only_when_asked(config)
+    expected = HiddenStatesOptions(shared_storage_path=str(tmp_path), extract_only_when_asked=True)
+    assert storage_options(config) == expected
+    assert storage_options(pickle.loads(pickle.dumps(config))) == expected
 
 
 def test_a_device_has_room_for_the_rows_of_two_steps(make_harness: MakeHarness) -> None:

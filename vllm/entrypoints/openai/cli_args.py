@@ -202,6 +202,9 @@ class ServerSettings:
     hidden_states_folder: Annotated[FolderPath | None, Option(group=_DOWNLOADS)] = None
     """Folder for the files of requests with the field hidden_states, if no connector is configured.
     It is made if it does not exist. Default: such requests get rows in their replies only."""
+    extract_only_when_asked: bool = False
+    """Write files of hidden states only for requests with kv_transfer_params, which may be empty.
+    Default: the connector writes one for every request."""
     enable_hidden_states_download: bool = False
     """Serve the files that this server made at /v1/hidden_states/{id}, and add hidden_states_url
     to replies with a hidden_states_path."""

@@ -184,8 +184,15 @@ def run_server(
                 stack.callback(processes.abandon)
             from vllm.v1.metrics.prometheus import MeteredAsyncLLM
 
+            config = engine_args.create_engine_config()
+            if settings.extract_only_when_asked:
+                from vllm.distributed.kv_transfer.kv_connector.v1.storage_folder import (
+                    extract_only_when_asked,
+                )
+
+                extract_only_when_asked(config)
             engine = MeteredAsyncLLM(
-                engine_args.create_engine_config(),
+                config,
                 handle=core,
                 num_renderer_threads=settings.renderer_num_workers,
             )
