@@ -99,7 +99,18 @@ def test_what_building_raises_is_one_error_with_its_entry(
         assert content["architectures"][0] in str(raised.value)
 
 
+def test_the_stack_of_a_library_is_no_part_of_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="Overflow when unpacking") as raised:
+        outline(tmp_path, {**config_of("jamba"), "num_key_value_heads": 10**30})
+    assert "frame #" not in str(raised.value)
+
+
 NOT_COMPUTED: list[tuple[str, dict[str, Any], str]] = [
+    (
+        "glm",
+        {"rope_parameters": {**ROPE, "partial_rotary_factor": 1.5}},
+        "they rotate 24 elements of heads of 16",
+    ),
     ("llama", {"rope_parameters": {**ROPE, "rope_theta": 0}}, "'rope_theta': 0}: not all"),
     ("llama", {"rope_parameters": {**ROPE, "rope_theta": -7.0}}, "'rope_theta': -7.0}: not all"),
     ("deepseek_v3", {"rope_parameters": {**YARN, "beta_fast": -1}}, "'beta_fast': -1}: "),
