@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import shutil
+import sys
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
@@ -109,6 +110,26 @@ def test_a_registered_class_and_its_code(
         assert found["model_classes"]["LlamaForCausalLM"]["class"] == "own_model:Own"
         assert found != before
         before = found
+
+
+def test_code_that_a_registered_class_uses(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A function of a module beside it, through another one."""
+    monkeypatch.setattr(ModelRegistry, "_registered", {"LlamaForCausalLM": "user_model:User"})
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "user_model.py").write_text(
+        f"import user_layers\nfrom {__name__} import Changed\nclass User(Changed):\n    y = 1\n"
+    )
+    (tmp_path / "user_layers.py").write_text("from user_functions import scale\n")
+    (tmp_path / "unused.py").write_text("a = 1\n")
+    found = []
+    for file, code in (("functions", 1), ("functions", 2), ("unused", 1), ("functions", 1)):
+        (tmp_path / f"user_{file}.py").write_text(f"def scale(x):\n    return {code} * x\n")
+        for name in ("user_model", "user_layers", "user_functions"):
+            monkeypatch.delitem(sys.modules, name, raising=False)
+        found.append(of(folder)["model_classes"]["LlamaForCausalLM"]["code"])
+    assert found[1] == found[2] != found[0] == found[3]
 
 
 def test_a_class_without_a_file_is_never_the_same(

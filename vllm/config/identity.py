@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from importlib.metadata import EntryPoint
 from pathlib import Path
+from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 import xxhash
@@ -118,7 +119,7 @@ def _model_classes(model: ModelConfig) -> dict[str, dict[str, str]]:
 
 
 def _code_of(model_class: type) -> str:
-    """A digest of the source files of a class and its bases."""
+    """A digest of the source files of a class, its bases, and the modules that these use."""
     files = set()
     for one in model_class.__mro__:
         if one.__module__.partition(".")[0] in _WITHOUT_CODE:
@@ -127,7 +128,31 @@ def _code_of(model_class: type) -> str:
             files.add(Path(inspect.getfile(one)))
         except (OSError, TypeError):  # made in an interactive session
             return random_uuid()
+        files |= _files_used_by(one.__module__)
     return _digest_of_files(files)
+
+
+def _files_used_by(module: str) -> set[Path]:
+    """The files of modules whose classes and functions a module has, directly or through others.
+
+    Installed packages are left out, except the module's own.
+    """
+    own, files, seen, todo = module.partition(".")[0], set(), set(), [module]
+    while todo:
+        name = todo.pop()
+        package, found = name.partition(".")[0], sys.modules.get(name)
+        file = None if found is None else vars(found).get("__file__")
+        is_known = name in seen or package in _WITHOUT_CODE or package in sys.stdlib_module_names
+        seen.add(name)
+        if is_known or not file or (package != own and "site-packages" in Path(file).parts):
+            continue
+        files.add(Path(file))
+        for value in vars(found).values():
+            if isinstance(value, ModuleType):
+                todo.append(value.__name__)
+            elif isinstance(value, type | FunctionType):
+                todo.append(value.__module__)
+    return files
 
 
 def _remote_code(model: ModelConfig) -> str | None:
