@@ -105,6 +105,24 @@ def test_the_stack_of_a_library_is_no_part_of_an_error(tmp_path: Path) -> None:
     assert "frame #" not in str(raised.value)
 
 
+@pytest.mark.parametrize(
+    ("family", "entry", "value"),
+    [
+        ("falcon", "layer_norm_epsilon", None),
+        ("falcon_h1", "lm_head_multiplier", None),
+        ("granite_moe", "residual_multiplier", None),
+        ("ministral3", "llama_4_scaling_beta", [1, 2]),
+    ],
+)
+def test_what_is_no_number_fails_before_the_first_step(
+    family: str, entry: str, value: Any, tmp_path: Path
+) -> None:
+    content = config_of(family)
+    (content["rope_parameters"] if entry.startswith("llama_4") else content)[entry] = value
+    with pytest.raises(ValueError, match=r"cannot be made from config\.json: TypeError"):
+        outline(tmp_path, content)
+
+
 NOT_COMPUTED: list[tuple[str, dict[str, Any], str]] = [
     (
         "glm",
