@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
+import sys
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
@@ -110,6 +112,26 @@ def test_a_registered_class_and_its_code(
         before = found
 
 
+def test_code_that_a_registered_class_uses(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A function of a module beside it, through another one."""
+    monkeypatch.setattr(ModelRegistry, "_registered", {"LlamaForCausalLM": "user_model:User"})
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "user_model.py").write_text(
+        f"import user_layers\nfrom {__name__} import Changed\nclass User(Changed):\n    y = 1\n"
+    )
+    (tmp_path / "user_layers.py").write_text("from user_functions import scale\n")
+    (tmp_path / "unused.py").write_text("a = 1\n")
+    found = []
+    for file, code in (("functions", 1), ("functions", 2), ("unused", 1), ("functions", 1)):
+        (tmp_path / f"user_{file}.py").write_text(f"def scale(x):\n    return {code} * x\n")
+        for name in ("user_model", "user_layers", "user_functions"):
+            monkeypatch.delitem(sys.modules, name, raising=False)
+        found.append(of(folder)["model_classes"]["LlamaForCausalLM"]["code"])
+    assert found[1] == found[2] != found[0] == found[3]
+
+
 def test_a_class_without_a_file_is_never_the_same(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -165,3 +187,71 @@ def test_code_that_lies_in_another_folder(folder: Path, tmp_path: Path) -> None:
         (other / "helper.py").write_text(code)
         found.append(of(folder, trust_remote_code=True)["remote_code"])
     assert found[0] != found[1]
+
+
+def test_an_index_tells_which_file_a_tensor_is_read_from(folder: Path) -> None:
+    single = folder / "model.safetensors"
+    tensors = load_file(single)
+    single.unlink()
+    names = [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
+    for name, factor in zip(names, (1.0, 1.5), strict=True):
+        save_file({key: value * factor for key, value in tensors.items()}, folder / name)
+    found = []
+    for name in names:
+        places = dict.fromkeys(tensors, names[0]) | {"model.norm.weight": name}
+        index = {"metadata": {}, "weight_map": places | {"model.embed_tokens.weight": names[1]}}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+        found.append(of(folder))
+    assert found[0] != found[1]
+
+
+def test_files_that_are_not_read_do_not_matter(folder: Path) -> None:
+    """``load_format`` decides which ones are read."""
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    before = of(folder), of(folder, load_format="pt")
+    for name in ("adapter_model", "consolidated.00", "other"):
+        save_file({"x": torch.ones(3)}, folder / f"{name}.safetensors")
+    assert (of(folder), of(folder, load_format="pt")) == before
+    torch.save({"model.norm.weight": torch.ones(64)}, folder / "pytorch_model.bin")
+    assert of(folder) == before[0]
+    assert of(folder, load_format="pt") != before[1]
+
+
+def test_quantisation_settings_beside_the_config(folder: Path) -> None:
+    before = of(folder)
+    settings = {"quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": None}}
+    (folder / "hf_quant_config.json").write_text(json.dumps(settings))
+    assert of(folder) != before
+
+
+def test_a_hub_id_is_identified_by_its_commit(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A branch moves, with and without its name as the revision."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("transformers.utils.hub.constants.HF_HUB_CACHE", str(tmp_path))
+    cache = tmp_path / "models--me--tiny"
+    (cache / "refs").mkdir(parents=True)
+    found = []
+    for commit in ("a" * 40, "b" * 40):
+        shutil.copytree(folder, cache / "snapshots" / commit)
+        (cache / "refs" / "main").write_text(commit)
+        found += [of(Path("me/tiny")), of(Path("me/tiny"), revision="main")]
+        assert found[-1]["hub_commit"] == found[-2]["hub_commit"] == commit
+    assert of(Path("me/tiny"), revision="a" * 40) == found[0]
+
+
+def test_ends_of_generated_texts(folder: Path, tmp_path: Path) -> None:
+    """generation_config.json may name more of them than the config does."""
+    (records := tmp_path / "records.jsonl").write_text('{"input_ids": [5, 6]}\n')
+    options = ExtractOptions(
+        input=(str(records),), layers="1", output=str(tmp_path / "out"), generate=True
+    )
+    found = []
+    for ends in ([258], [258, 5]):
+        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+        found.append(Resolved(options, EngineArgs(model=str(folder))).settings("input"))
+    assert any("eos_token_ids" in line for line in found[0].differences(found[1]))
+    older = dataclasses.replace(found[0], options=dict(found[0].options))
+    del older.options["sampling.eos_token_ids"]
+    assert not older.differences(found[1])

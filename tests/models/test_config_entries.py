@@ -99,7 +99,36 @@ def test_what_building_raises_is_one_error_with_its_entry(
         assert content["architectures"][0] in str(raised.value)
 
 
+def test_the_stack_of_a_library_is_no_part_of_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="Overflow when unpacking") as raised:
+        outline(tmp_path, {**config_of("jamba"), "num_key_value_heads": 10**30})
+    assert "frame #" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("family", "entry", "value"),
+    [
+        ("falcon", "layer_norm_epsilon", None),
+        ("falcon_h1", "lm_head_multiplier", None),
+        ("granite_moe", "residual_multiplier", None),
+        ("ministral3", "llama_4_scaling_beta", [1, 2]),
+    ],
+)
+def test_what_is_no_number_fails_before_the_first_step(
+    family: str, entry: str, value: Any, tmp_path: Path
+) -> None:
+    content = config_of(family)
+    (content["rope_parameters"] if entry.startswith("llama_4") else content)[entry] = value
+    with pytest.raises(ValueError, match=r"cannot be made from config\.json: TypeError"):
+        outline(tmp_path, content)
+
+
 NOT_COMPUTED: list[tuple[str, dict[str, Any], str]] = [
+    (
+        "glm",
+        {"rope_parameters": {**ROPE, "partial_rotary_factor": 1.5}},
+        "they rotate 24 elements of heads of 16",
+    ),
     ("llama", {"rope_parameters": {**ROPE, "rope_theta": 0}}, "'rope_theta': 0}: not all"),
     ("llama", {"rope_parameters": {**ROPE, "rope_theta": -7.0}}, "'rope_theta': -7.0}: not all"),
     ("deepseek_v3", {"rope_parameters": {**YARN, "beta_fast": -1}}, "'beta_fast': -1}: "),

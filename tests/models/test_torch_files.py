@@ -21,7 +21,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader import checkpoint, get_model
 from vllm.model_report.checkpoint_report import report_checkpoint
 from vllm.transformers_utils.config import stored_dtype
-from vllm.utils.weight_files import digest_of_ends, weight_files
+from vllm.utils.weight_files import digest_of_ends, find_weight_files
 
 Tensors = dict[str, torch.Tensor]
 K_PROJ = "model.layers.1.self_attn.k_proj.weight"
@@ -54,15 +54,15 @@ def write(folder: Path, tensors: Any, form: str = "mapped") -> None:
 def test_values_are_those_of_safetensors(family: str, form: str, tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path, family, tokenizer=False, tie_word_embeddings=True)
     expected = last_stream(folder)
-    digest, tensors = digest_of_ends(weight_files(folder)), read(folder)
+    digest, tensors = digest_of_ends(find_weight_files(folder)), read(folder)
     embeddings = next(n for n in tensors if n.endswith(("embed_tokens.weight", "wte.weight")))
     tensors["lm_head.weight"] = tensors[embeddings]  # one storage
     write(folder, tensors, form)
     assert torch.equal(last_stream(folder), expected)
     model = get_model(vllm_config=make_config(folder))
     assert model.lm_head.weight is model.model.embed_tokens.weight
-    assert weight_files(folder)
-    assert digest_of_ends(weight_files(folder)) != digest
+    assert find_weight_files(folder)
+    assert digest_of_ends(find_weight_files(folder)) != digest
 
 
 @pytest.mark.parametrize("model_type", ["mpt", "gemma3_vl"])
@@ -87,14 +87,14 @@ def test_which_of_two_formats_is_read(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path, "llama", tokenizer=False)
     torch.save({"x": torch.ones(1)}, folder / "pytorch_model.bin")
     names = {
-        load_format: [file.name for file in checkpoint.find_weight_files(folder, load_format)]
+        load_format: [file.name for file in find_weight_files(folder, load_format)]
         for load_format in ("auto", "safetensors", "pt")
     }
     safetensors = ["model.safetensors"]
     assert names == {"auto": safetensors, "safetensors": safetensors, "pt": ["pytorch_model.bin"]}
     (folder / "model.safetensors").unlink()
     with pytest.raises(ValueError, match=r"no \.safetensors files.*pytorch_model\.bin.*'safetens"):
-        checkpoint.find_weight_files(folder, "safetensors")
+        find_weight_files(folder, "safetensors")
 
 
 def test_dtype_is_that_of_the_file(tmp_path: Path) -> None:

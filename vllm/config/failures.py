@@ -27,9 +27,10 @@ def failures_named(config: Any) -> Iterator[None]:
     except _RAISED_BY_ENTRIES as error:
         if "memory" in f"{type(error).__name__} {error}".lower():
             raise
+        reason = str(error).partition("\nException raised from")[0]  # torch adds its C++ stack
         raise ValueError(
             f"architectures={config.architectures} of model_type={config.model_type!r} cannot be "
-            f"made from config.json: {type(error).__name__}: {error}{_entries_read(config, error)}"
+            f"made from config.json: {type(error).__name__}: {reason}{_entries_read(config, error)}"
         ) from error
 
 

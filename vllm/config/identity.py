@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from importlib.metadata import EntryPoint
 from pathlib import Path
+from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 import xxhash
@@ -22,7 +23,13 @@ import xxhash
 from vllm.model_classes import ModelRegistry, import_class
 from vllm.plugins import loaded_plugins
 from vllm.utils import random_uuid
-from vllm.utils.weight_files import digest_of_ends, digest_of_samples, weight_files
+from vllm.utils.weight_files import (
+    digest_of_ends,
+    digest_of_samples,
+    find_weight_files,
+    index_of,
+    weight_map,
+)
 from vllm.version import VALUES_VERSION
 
 if TYPE_CHECKING:
@@ -46,6 +53,7 @@ def value_identity(vllm_config: VllmConfig, kernels: str) -> dict[str, Any]:
     ranks, spread = parallel.tensor_parallel_size, parallel.token_spread
     prefill = parallel.prefill_context_parallel_size
     spreads = ranks > 1 and parallel.enable_expert_parallel
+    separate = model.separate_quantization_config
     identity = {
         "config": _digest({k: v for k, v in _config(model).items() if k not in _WHERE_READ}),
         "model_dtype": str(model.dtype),
@@ -56,6 +64,7 @@ def value_identity(vllm_config: VllmConfig, kernels: str) -> dict[str, Any]:
         "mamba_ssm_cache_dtype": vllm_config.cache_config.mamba_ssm_cache_dtype,
         **model.computed_otherwise,
         **_weights(vllm_config),
+        "separate_quantization_config": _digest(separate) if separate else None,
         "model_classes": _model_classes(model),
         "row_fields": {one.__qualname__: _code_of(one) for one in model.row_field_classes},
         "remote_code": _remote_code(model),
@@ -79,13 +88,20 @@ def _config(model: ModelConfig) -> dict[str, Any]:
 def _weights(vllm_config: VllmConfig) -> dict[str, Any]:
     """Identify local files by content, a hub id by its commit, and dummy weights by their seed."""
     model = vllm_config.model_config
-    if vllm_config.load_config.load_format == "dummy":
+    load_format = vllm_config.load_config.load_format
+    if load_format == "dummy":
         return {"seed": model.seed}
-    files = weight_files(Path(model.model).expanduser())
-    if files:
-        return {"weights": digest_of_ends(files), "weights_sampled": digest_of_samples(files)}
-    commit = _config(model).get("_commit_hash") or model.revision
-    return {"hub_id": model.model, "hub_commit": commit}
+    folder = Path(model.model).expanduser()
+    if not folder.is_dir():
+        return {"hub_id": model.model, "hub_commit": model.hub_commit or model.revision}
+    files = find_weight_files(folder, load_format)
+    index = index_of(files[0])
+    is_indexed = len(files) > 1 and index.is_file()  # it tells which file a tensor is read from
+    return {
+        "weights": digest_of_ends(files),
+        "weights_sampled": digest_of_samples(files),
+        "weight_index": _digest(weight_map(index)) if is_indexed else None,
+    }
 
 
 def _model_classes(model: ModelConfig) -> dict[str, dict[str, str]]:
@@ -103,7 +119,7 @@ def _model_classes(model: ModelConfig) -> dict[str, dict[str, str]]:
 
 
 def _code_of(model_class: type) -> str:
-    """A digest of the source files of a class and its bases."""
+    """A digest of the source files of a class, its bases, and the modules that these use."""
     files = set()
     for one in model_class.__mro__:
         if one.__module__.partition(".")[0] in _WITHOUT_CODE:
@@ -112,35 +128,59 @@ def _code_of(model_class: type) -> str:
             files.add(Path(inspect.getfile(one)))
         except (OSError, TypeError):  # made in an interactive session
             return random_uuid()
+        files |= _files_used_by(one.__module__)
     return _digest_of_files(files)
 
 
+def _files_used_by(module: str) -> set[Path]:
+    """The files of modules whose classes and functions a module has, directly or through others.
+
+    Installed packages are left out, except the module's own.
+    """
+    own, files, seen, todo = module.partition(".")[0], set(), set(), [module]
+    while todo:
+        name = todo.pop()
+        package, found = name.partition(".")[0], sys.modules.get(name)
+        file = None if found is None else vars(found).get("__file__")
+        is_known = name in seen or package in _WITHOUT_CODE or package in sys.stdlib_module_names
+        seen.add(name)
+        if is_known or not file or (package != own and "site-packages" in Path(file).parts):
+            continue
+        files.add(Path(file))
+        for value in vars(found).values():
+            if isinstance(value, ModuleType):
+                todo.append(value.__name__)
+            elif isinstance(value, type | FunctionType):
+                todo.append(value.__module__)
+    return files
+
+
 def _remote_code(model: ModelConfig) -> str | None:
-    """A digest or the revision of the checkpoint's own Python code; None if it may not run."""
+    """Digests or commits of the code that ``auto_map`` names as ``[PLACE--]module.Class``; None if
+    it may not run."""
     auto_map = _config(model).get("auto_map")
     if not model.trust_remote_code or not auto_map:
         return None
-    elsewhere = _code_elsewhere(auto_map, model.code_revision)
-    folder = Path(model.model).expanduser()
-    if folder.is_dir():
-        return _digest_of_files([*folder.rglob("*.py"), *elsewhere])
-    commit = model.code_revision or model.revision or _config(model).get("_commit_hash")
-    return " ".join([str(commit), *([_digest_of_files(elsewhere)] if elsewhere else [])])
-
-
-def _code_elsewhere(auto_map: Mapping[str, Any], revision: str | None) -> list[Path]:
-    """The files beside each module that ``auto_map`` takes from another place,
-    ``PLACE--module.Class``."""
-    from transformers.utils import cached_file
-
-    found: set[Path] = set()
+    found = set()
     for reference in auto_map.values():
-        place, dashes, name = str(reference).rpartition("--")
-        if dashes:
-            with suppress(OSError):  # loading the model says so
-                path = cached_file(place, f"{name.partition('.')[0]}.py", revision=revision)
-                found |= set(Path(path).parent.rglob("*.py")) if path else set()
-    return list(found)
+        place, _, name = str(reference).rpartition("--")
+        revision = model.code_revision or (None if place else model.revision)
+        with suppress(OSError):  # loading the model says so
+            module = f"{name.partition('.')[0]}.py"
+            found.add(_code_at(place or model.model, module, revision, model.hf_token))
+    return " ".join(sorted(found))
+
+
+def _code_at(place: str, module: str, revision: str | None, token: bool | str | None) -> str:
+    """A digest of the code in a folder, or the commit of a module on the hub."""
+    folder = Path(place).expanduser()
+    if folder.is_dir():
+        return _digest_of_files(folder.rglob("*.py"))
+    from transformers.utils import cached_file
+    from transformers.utils.hub import extract_commit_hash
+
+    path = cached_file(place, module, revision=revision, token=token)
+    return f"{place}:{extract_commit_hash(path, revision)}"
 
 
 def _transformers_version(model: ModelConfig) -> str | None:

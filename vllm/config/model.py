@@ -207,16 +207,35 @@ class ModelConfig:
     @cached_property
     def quantization_config(self) -> dict[str, Any] | None:
         """The checkpoint's settings for its quantised weights; None: they are in floating point."""
-        for source in (self.hf_config, self.hf_text_config):
-            found = model_facts.config_value(source, ("quantization_config", "compression_config"))
-            if found is not None:
-                settings = dict(found if isinstance(found, dict) else found.to_dict())
-                return _of_modelopt(settings) if "quantization" in settings else settings
-        # Earlier releases of ModelOpt wrote a separate file.
-        content = _json_file(
+        found = self._stated_quantization()
+        if found is not None:
+            settings = dict(found if isinstance(found, dict) else found.to_dict())
+            return _of_modelopt(settings) if "quantization" in settings else settings
+        content = self.separate_quantization_config
+        return None if content is None else _of_modelopt(content)
+
+    @cached_property
+    def separate_quantization_config(self) -> dict[str, Any] | None:
+        """The file into which earlier releases of ModelOpt wrote the settings; None: there is none,
+        or config.json has the settings."""
+        if self._stated_quantization() is not None:
+            return None
+        return _json_file(
             self.model, "hf_quant_config.json", revision=self.revision, hf_token=self.hf_token
         )
-        return None if content is None else _of_modelopt(content)
+
+    def _stated_quantization(self) -> Any:
+        sources = (self.hf_config, self.hf_text_config)
+        names = ("quantization_config", "compression_config")
+        found = (model_facts.config_value(source, names) for source in sources)
+        return next((one for one in found if one is not None), None)
+
+    @cached_property
+    def hub_commit(self) -> str | None:
+        """The commit of a hub id's files; None for a folder, or if it is not known."""
+        from vllm.transformers_utils.config import find_commit
+
+        return find_commit(self.model, revision=self.revision, hf_token=self.hf_token)
 
     @property
     def quantise_at_load(self) -> str | None:

@@ -45,7 +45,7 @@ REQUEST_TENSORS = "request_tensors"
 """Name of the option that lists the tensors for which requests ask, with their forms."""
 _HAS_LOSS_MASK = "has_loss_mask"
 _KERNELS = "kernels"
-_MAY_BE_UNKNOWN = (_KERNELS, "weights_sampled")
+_MAY_BE_UNKNOWN = (_KERNELS, "weights_sampled", "weight_index", "sampling.eos_token_ids")
 """Options that older datasets lack; differences count only if both datasets have them."""
 _OF_OLDER_DATASETS = {"values_version": "1"}
 """Values of options for older datasets, which do not state them."""

@@ -233,29 +233,44 @@ def load_json(
     model: str, filename: str, *, revision: str | None = None, hf_token: bool | str | None = None
 ) -> Any:
     """Return the content of a checkpoint's JSON file, or None if there is no such file."""
-    folder = Path(model).expanduser()
-    if folder.is_dir() or _is_path(model):
-        path = folder / filename
-    else:
-        from transformers.utils import cached_file
-
-        found = cached_file(
-            model,
-            filename,
-            revision=revision,
-            token=hf_token,
-            _raise_exceptions_for_missing_entries=False,
-            _raise_exceptions_for_connection_errors=False,
-        )
-        if found is None:
-            return None
-        path = Path(found)
-    if not check_regular(path):
+    path = _find_file(model, filename, revision, hf_token)
+    if path is None or not check_regular(path):
         return None
     try:
         return parse_json(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from error
+
+
+def find_commit(
+    model: str, *, revision: str | None = None, hf_token: bool | str | None = None
+) -> str | None:
+    """Return the commit of the files of a hub id; None for a folder, or if there are none."""
+    from transformers.utils.hub import extract_commit_hash
+
+    path = _find_file(model, "config.json", revision, hf_token)
+    commit: str | None = None if path is None else extract_commit_hash(str(path), None)
+    return commit
+
+
+def _find_file(
+    model: str, filename: str, revision: str | None, hf_token: bool | str | None
+) -> Path | None:
+    """Return the place of a checkpoint's file; None: the hub does not have it."""
+    folder = Path(model).expanduser()
+    if folder.is_dir() or _is_path(model):
+        return folder / filename
+    from transformers.utils import cached_file
+
+    found = cached_file(
+        model,
+        filename,
+        revision=revision,
+        token=hf_token,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
+    return None if found is None else Path(found)
 
 
 def stored_dtype(model: str) -> torch.dtype | None:

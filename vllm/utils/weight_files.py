@@ -13,20 +13,104 @@ from pathlib import Path
 import torch
 import xxhash
 
+from vllm.logger import init_logger
 from vllm.utils.text import parse_json
+
+logger = init_logger(__name__)
 
 NOT_WEIGHTS = ("adapter_", "training_args", "optimizer", "scheduler", "scaler", "rng_state")
 """Beginnings of the names of ``.bin`` files that lie beside a model's weights."""
 
-
+INDEX_FILES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+SINGLE_FILE = "model.safetensors"
+_OTHER_FILES = ("consolidated", "adapter_")
+"""Beginnings of the names of files that repeat the weights under other names, or change them."""
+_UNREAD = (".bin", ".gguf", ".pt", ".pth", ".safetensors")
 _EDGE_BYTES = 1 << 20
 _SAMPLES = 256
 _SAMPLE_BYTES = 4096
 
 
-def weight_files(folder: Path) -> list[Path]:
-    """All files with weights in a local checkpoint, sorted by name; empty if there are none."""
-    return sorted(folder.glob("*.safetensors")) or torch_files(folder)
+def find_weight_files(folder: Path, load_format: str = "auto") -> list[Path]:
+    """The files with the weights, all of one format: safetensors if there are any, unless
+    ``load_format`` says otherwise."""
+    found: list[Path] = []
+    if load_format != "pt":
+        found = _safetensors_files(folder)
+    if load_format != "safetensors":
+        found = found or _indexed_torch_files(folder)
+    if not found:
+        check_not_adapter(folder, str(folder))
+        endings = {"pt": ".bin", "safetensors": ".safetensors"}.get(load_format)
+        others = sorted(path.name for path in folder.glob("*") if path.suffix in _UNREAD)
+        hint = f" ({', '.join(others)} cannot be read: convert to safetensors)" if others else ""
+        if others and endings is not None:
+            hint = f" ({', '.join(others)}: load_format={load_format!r} does not read them)"
+        wanted = endings or ".safetensors or .bin"
+        raise ValueError(f"no {wanted} files in the checkpoint folder {folder}{hint}")
+    return found
+
+
+def _safetensors_files(folder: Path) -> list[Path]:
+    """The single file, or the files of the index, or all that there are.
+
+    An index that does not name the single file is from an earlier time, as for transformers.
+    """
+    index, single = folder / INDEX_FILES[0], folder / SINGLE_FILE
+    has_index, has_single = index.is_file(), single.is_file()
+    if has_index and has_single and SINGLE_FILE not in _names_in_index(index):
+        logger.warning("%s is not used: it does not name %s, which is there", index, SINGLE_FILE)
+        has_index = False
+    if has_index:
+        return _files_of_index(index)
+    if has_single:
+        return [single]
+    found = (path for path in folder.glob("*.safetensors") if path.is_file())
+    return sorted(path for path in found if not path.name.startswith(_OTHER_FILES))
+
+
+def _indexed_torch_files(folder: Path) -> list[Path]:
+    index = folder / INDEX_FILES[1]
+    return _files_of_index(index) if index.is_file() else torch_files(folder)
+
+
+def weight_map(index: Path) -> dict[str, str]:
+    """Read an index: name of a tensor -> name of its file."""
+    try:
+        return dict(parse_json(index.read_text(encoding="utf-8"))["weight_map"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{index} is not an index of weights: {error!r}") from error
+
+
+def _names_in_index(index: Path) -> list[str]:
+    names = set(weight_map(index).values())
+    if not names or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"{index} is not an index of weights: its weight_map names no files")
+    return sorted(names)
+
+
+def _files_of_index(index: Path) -> list[Path]:
+    names = _names_in_index(index)
+    for name in names:
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            raise ValueError(
+                f"{index} names a file outside of the checkpoint's folder, {name!r}, which is "
+                "not followed; put the file into the folder"
+            )
+    missing = [name for name in names if not (index.parent / name).is_file()]
+    if missing:
+        raise ValueError(f"{index} names files that are not there: {', '.join(missing)}")
+    return [index.parent / name for name in names]
+
+
+def index_of(path: Path) -> Path:
+    """The place of the index that may name a file of weights."""
+    return path.parent / INDEX_FILES[0 if is_safetensors(path) else 1]
+
+
+def is_safetensors(path: Path) -> bool:
+    """Tell safetensors files from torch's, which all other files of weights are."""
+    return path.suffix == ".safetensors"
 
 
 def check_not_adapter(folder: Path, model: str) -> None:

@@ -62,7 +62,7 @@ from vllm.training.hidden_states_stream import HiddenStatesStream
 from vllm.utils.disk import free_bytes
 from vllm.utils.mem_utils import format_bytes
 from vllm.utils.progress import progress_bar
-from vllm.utils.weight_files import weight_files
+from vllm.utils.weight_files import find_weight_files
 from vllm.utils.whole_files import remove_folder, temporary_path
 
 if TYPE_CHECKING:
@@ -422,7 +422,10 @@ def _memory_lines(resolved: Resolved) -> list[tuple[str, str]]:
     """Return the memory of one engine, as far as it is known without starting the engine."""
     config = resolved.vllm_config
     folder = Path(config.model_config.model).expanduser()
-    weights = sum(path.stat().st_size for path in weight_files(folder))
+    load_format = config.load_config.load_format
+    is_read = folder.is_dir() and load_format != "dummy"
+    files = find_weight_files(folder, load_format) if is_read else ()
+    weights = sum(path.stat().st_size for path in files)
     pool = config.cache_config.kv_cache_memory_bytes
     utilization = config.cache_config.gpu_memory_utilization
     budget = pool or config.device_config.platform.kv_cache_budget_bytes(utilization)

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from vllm.config import model_facts
 from vllm.config.identity import value_identity
 from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.extract.options import ExtractOptions
@@ -205,9 +204,7 @@ class Resolved:
             num_units=0,
             num_samples=0,
             input_digest=input_digest,
-            revision=str(
-                model_facts.config_value(model.hf_config, ("_commit_hash",)) or model.revision or ""
-            ),
+            revision=model.hub_commit or model.revision or "",
             config_digest=self._identity["config"],
             tokenizer_digest=self._tokenizer_digest,
             options=self._other_options(),
@@ -279,6 +276,7 @@ class Resolved:
             values["sampling"] = True
             values |= {f"sampling.{name}": v for name, v in self.options.sampling.items()}
             values["sampling.seed"] = args.seed
+            values["sampling.eos_token_ids"] = model.get_eos_token_ids()
         return {
             name: json.dumps(value, sort_keys=True, default=str)
             for name, value in values.items()

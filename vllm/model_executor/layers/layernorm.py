@@ -35,7 +35,7 @@ class RMSNorm(Layer):
     ) -> None:
         super().__init__()
         self.hidden_size = hidden_size
-        self.variance_epsilon = eps
+        self.variance_epsilon = 1.0 * eps  # what is no number fails here
         self.weight: nn.Parameter | None = None
         if has_weight:
             initial = torch.full(
@@ -130,7 +130,7 @@ class LayerNorm(Layer):
 
     def __init__(self, *shape: int, eps: float = 1e-5, bias: bool = True) -> None:
         super().__init__()
-        self.variance_epsilon = eps
+        self.variance_epsilon = 1.0 * eps  # what is no number fails here
         self.weight = make_parameter(torch.ones(shape))
         self.bias = make_parameter(torch.zeros(shape)) if bias else None
 
@@ -152,7 +152,7 @@ class RMSNormGated(Layer):
 
     def __init__(self, hidden_size: int, eps: float = 1e-6) -> None:
         super().__init__()
-        self.variance_epsilon = eps
+        self.variance_epsilon = 1.0 * eps  # what is no number fails here
         self.weight = make_parameter(torch.ones(hidden_size))
 
     def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:

@@ -23,8 +23,9 @@ class LogitsProcessor(Layer):
         super().__init__()
         self.vocab_size = vocab_size
         self.org_vocab_size = org_vocab_size or vocab_size
-        self.scale = scale
-        self.soft_cap = soft_cap
+        # What is no number fails here, where the error can name it.
+        self.scale = 1.0 * scale
+        self.soft_cap = None if soft_cap is None else 1.0 * soft_cap
 
     def forward(self, lm_head: ParallelLMHead, hidden_states: torch.Tensor) -> torch.Tensor:
         """hidden_states: [rows, hidden] -> logits [rows, vocabulary] in the same dtype."""

@@ -13,15 +13,13 @@ from safetensors import SafetensorError, safe_open
 
 from vllm.logger import init_logger
 from vllm.utils.text import parse_json
-from vllm.utils.weight_files import check_not_adapter, read_torch_file, torch_files
+from vllm.utils.weight_files import index_of, is_safetensors, read_torch_file, weight_map
 
 if TYPE_CHECKING:
     from vllm.config import LoadConfig, ModelConfig
 
 logger = init_logger(__name__)
 
-INDEX_FILES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
-SINGLE_FILE = "model.safetensors"
 _VALUES_PER_STORED = 8
 """The most there can be: weights of 4 bits, eight in an integer."""
 _DTYPES = {
@@ -34,9 +32,6 @@ _DTYPES = {
     "F8_E5M2": torch.float8_e5m2,
     "F8_E8M0": torch.float8_e8m0fnu,
 }
-_OTHER_FILES = ("consolidated", "adapter_")
-"""Beginnings of the names of files that repeat the weights under other names, or change them."""
-_UNREAD = (".bin", ".gguf", ".pt", ".pth", ".safetensors")
 _ALLOW_PATTERNS = {"safetensors": ["*.safetensors", "*.json"], "pt": ["pytorch_model*", "*.json"]}
 """Patterns of the files that are fetched from the hub, by format."""
 Wanted = Callable[[str], bool]
@@ -77,7 +72,7 @@ def _fetched(
     try:
         fetched = snapshot_download(
             model_config.model,
-            revision=model_config.revision,
+            revision=model_config.hub_commit or model_config.revision,
             cache_dir=load_config.download_dir,
             allow_patterns=patterns,
             ignore_patterns=load_config.ignore_patterns,
@@ -90,78 +85,6 @@ def _fetched(
             f"from the hub: {error}"
         ) from error
     return Path(fetched)
-
-
-def find_weight_files(folder: Path, load_format: str = "auto") -> list[Path]:
-    """The files with the weights, all of one format: safetensors if there are any, unless
-    ``load_format`` says otherwise."""
-    found: list[Path] = []
-    if load_format != "pt":
-        found = _safetensors_files(folder)
-    if load_format != "safetensors":
-        found = found or _torch_files(folder)
-    if not found:
-        check_not_adapter(folder, str(folder))
-        endings = {"pt": ".bin", "safetensors": ".safetensors"}.get(load_format)
-        others = sorted(path.name for path in folder.glob("*") if path.suffix in _UNREAD)
-        hint = f" ({', '.join(others)} cannot be read: convert to safetensors)" if others else ""
-        if others and endings is not None:
-            hint = f" ({', '.join(others)}: load_format={load_format!r} does not read them)"
-        wanted = endings or ".safetensors or .bin"
-        raise ValueError(f"no {wanted} files in the checkpoint folder {folder}{hint}")
-    return found
-
-
-def _safetensors_files(folder: Path) -> list[Path]:
-    """The single file, or the files of the index, or all that there are.
-
-    An index that does not name the single file is from an earlier time, as for transformers.
-    """
-    index, single = folder / INDEX_FILES[0], folder / SINGLE_FILE
-    has_index, has_single = index.is_file(), single.is_file()
-    if has_index and has_single and SINGLE_FILE not in _names_in_index(index):
-        logger.warning("%s is not used: it does not name %s, which is there", index, SINGLE_FILE)
-        has_index = False
-    if has_index:
-        return _files_of_index(index)
-    if has_single:
-        return [single]
-    found = (path for path in folder.glob("*.safetensors") if path.is_file())
-    return sorted(path for path in found if not path.name.startswith(_OTHER_FILES))
-
-
-def _torch_files(folder: Path) -> list[Path]:
-    index = folder / INDEX_FILES[1]
-    return _files_of_index(index) if index.is_file() else torch_files(folder)
-
-
-def _weight_map(index: Path) -> dict[str, str]:
-    """Read an index: name of a tensor -> name of its file."""
-    try:
-        return dict(parse_json(index.read_text(encoding="utf-8"))["weight_map"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{index} is not an index of weights: {error!r}") from error
-
-
-def _names_in_index(index: Path) -> list[str]:
-    names = set(_weight_map(index).values())
-    if not names or not all(isinstance(name, str) for name in names):
-        raise ValueError(f"{index} is not an index of weights: its weight_map names no files")
-    return sorted(names)
-
-
-def _files_of_index(index: Path) -> list[Path]:
-    names = _names_in_index(index)
-    for name in names:
-        if Path(name).is_absolute() or ".." in Path(name).parts:
-            raise ValueError(
-                f"{index} names a file outside of the checkpoint's folder, {name!r}, which is "
-                "not followed; put the file into the folder"
-            )
-    missing = [name for name in names if not (index.parent / name).is_file()]
-    if missing:
-        raise ValueError(f"{index} names files that are not there: {', '.join(missing)}")
-    return [index.parent / name for name in names]
 
 
 def check_sizes(files: list[Path], model_config: ModelConfig) -> None:
@@ -230,9 +153,9 @@ class _Places:
 
         ValueError: one is not where the index places it, or is there twice.
         """
-        index = path.parent / INDEX_FILES[0 if is_safetensors(path) else 1]
+        index = index_of(path)
         if index not in self._indices:
-            self._indices[index] = _weight_map(index) if index.is_file() else {}
+            self._indices[index] = weight_map(index) if index.is_file() else {}
         places, file = self._indices[index], path.name
         if file not in places.values():  # the index is not that of this file
             places = {}
@@ -337,8 +260,3 @@ def stored_names(files: Iterable[Path]) -> Iterator[str]:
 def stored_shapes(files: Iterable[Path]) -> dict[str, Sequence[int]]:
     """Return the shapes of all tensors in all files, by name."""
     return {name: shape for path in files for name, shape in _shapes_in(path).items()}
-
-
-def is_safetensors(path: Path) -> bool:
-    """Tell safetensors files from torch's, which all other files of weights are."""
-    return path.suffix == ".safetensors"

@@ -21,7 +21,6 @@ from vllm.model_executor.layers.weight import begin_weights, finish_weights, num
 from vllm.model_executor.model_loader.checkpoint import (
     check_sizes,
     checkpoint_folder,
-    find_weight_files,
     iterate_weights,
     stored_names,
 )
@@ -38,6 +37,7 @@ from vllm.model_executor.transformers_modules.choice import make_model
 from vllm.model_executor.utils import ElsewhereParameter, is_all_ours
 from vllm.utils.mem_utils import format_bytes
 from vllm.utils.progress import progress_bar
+from vllm.utils.weight_files import find_weight_files
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -295,6 +295,7 @@ class DecoderBlock(Layer):
     ) -> None:
         super().__init__()
         self.layout = layout
+        self._multiplier = 1.0 * self.layout.residual_multiplier  # what is no number fails here
         self.stream_size = hidden_size
         self.self_attn, self.mlp = attention, mlp
         self.recurrent_names = tuple(recurrent or ())
@@ -421,8 +422,7 @@ class DecoderBlock(Layer):
         """Apply the norm and the multiplier of a branch before it is added to the stream."""
         if norm is not None:
             branch = norm(branch)
-        multiplier = self.layout.residual_multiplier
-        return branch if multiplier == 1.0 else branch * multiplier
+        return branch if self._multiplier == 1.0 else branch * self._multiplier
 
 
 class Float32StreamBlock(DecoderBlock):

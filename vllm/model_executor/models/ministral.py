@@ -26,11 +26,11 @@ class Ministral3ForCausalLM(DecoderForCausalLM):
 
     def attention_options(self, config: Any, index: int) -> AttentionOptions:
         rope = config.rope_parameters
-        beta = rope.get("llama_4_scaling_beta")
+        beta = 1.0 * (rope.get("llama_4_scaling_beta") or 0.0)
 
         def growth(positions: torch.Tensor) -> torch.Tensor:
             floors = torch.floor(positions / rope["original_max_position_embeddings"])
-            return 1.0 + float(beta) * torch.log(1.0 + floors)
+            return 1.0 + beta * torch.log(1.0 + floors)
 
         return AttentionOptions(
             sliding_window=config.sliding_window, query_factors=growth if beta else None

@@ -24,7 +24,6 @@ from vllm.model_executor.language_part import (
 from vllm.model_executor.model_loader.checkpoint import (
     Wanted,
     checkpoint_folder,
-    find_weight_files,
     iterate_mapped_weights,
     iterate_shapes,
     iterate_weights,
@@ -39,6 +38,7 @@ from vllm.model_executor.transformers_modules.boundaries import (
 from vllm.model_executor.transformers_modules.choice import auto_class
 from vllm.model_executor.transformers_modules.made_up import make_up
 from vllm.utils.pipeline_stage import PipelineStage
+from vllm.utils.weight_files import find_weight_files
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig

@@ -64,12 +64,12 @@ def read_head(vllm_config: VllmConfig) -> Head:
     """Read the head of the checkpoint; raises ValueError if it has none that is known."""
     from vllm.model_executor.model_loader.checkpoint import (
         checkpoint_folder,
-        find_weight_files,
         iterate_weights,
         stored_names,
     )
     from vllm.model_executor.model_loader.weight_utils import check_dtype
     from vllm.model_executor.models.utils import CLASSIFIERS, VALUE_HEAD
+    from vllm.utils.weight_files import find_weight_files
 
     model_config, load_config = vllm_config.model_config, vllm_config.load_config
     if load_config.load_format == "dummy":

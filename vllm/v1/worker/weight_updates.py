@@ -15,7 +15,6 @@ from vllm.distributed.parallel_state import fails_on_all_ranks
 from vllm.logger import init_logger
 from vllm.model_executor.layers.weight import rehearsal, weight_storages, weights_of
 from vllm.model_executor.model_loader.checkpoint import (
-    find_weight_files,
     iterate_mapped_weights,
     stored_shapes,
     tensor_names,
@@ -25,6 +24,7 @@ from vllm.model_executor.model_loader.stored_weights import join_given_weights
 from vllm.model_executor.models.interfaces import FindsWeights, MayKeepWeights, SkipsWeights
 from vllm.model_executor.utils import LOADABLE_DTYPES
 from vllm.utils.text import brief
+from vllm.utils.weight_files import find_weight_files
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -65,7 +65,7 @@ def rotary_frequencies(
     rope_parameters: ``rope_type``, ``rope_theta``, ``partial_rotary_factor`` (the part of the head
     that is rotated, from its start) and the scaling's own parameters. max_position: the
     model's ``max_position_embeddings``. is_long: use longrope's factors for long sequences.
-    ValueError: the parameters give none, or some that are not finite.
+    ValueError: the parameters give none, more than the head has, or some that are not finite.
     """
     try:
         frequencies = _compute(rope_parameters, head_size, max_position, is_long=is_long)
@@ -74,6 +74,11 @@ def rotary_frequencies(
     except (ArithmeticError, ValueError) as error:
         raise ValueError(f"rope_parameters={dict(rope_parameters)}: {error}") from error
     inverse, factor = frequencies
+    if 2 * len(inverse) > head_size:
+        raise ValueError(
+            f"rope_parameters={dict(rope_parameters)}: they rotate {2 * len(inverse)} elements of "
+            f"heads of {head_size}; use an even head_dim and a partial_rotary_factor of at most 1"
+        )
     if not inverse.is_meta and not (inverse.isfinite().all() and math.isfinite(factor)):
         raise ValueError(
             f"rope_parameters={dict(rope_parameters)}: not all angular frequencies are finite; "
