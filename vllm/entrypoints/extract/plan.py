@@ -106,7 +106,7 @@ class PlanTotals:
     """Windows that were dropped because no token in them counts."""
     num_skipped: int = 0
     num_masked: int = 0
-    """Samples that have a loss mask to store, with at least one token in it."""
+    """Samples that have a loss mask to store, also one that selects no token."""
     num_bytes: int = 0
     row_bytes: int = 0
     """Bytes of one stored row."""
@@ -228,7 +228,7 @@ def make_plan(
 
     settings: those of this input. names: names of samples that other inputs have.
     Raises ValueError if a record cannot be used and ``on_error`` is "fail", no record can be used,
-    or the input cannot be read to its end.
+    the input cannot be read to its end, or it has masks that an existing dataset has no place for.
     """
     building = Path(temporary_path(folder))
     building.mkdir()
@@ -243,6 +243,12 @@ def make_plan(
             first_record=start.first_record,
         )
         _write_samples(building, records, maker, totals, set(names))
+        if start.first_unit and totals.num_masked and not settings.has_loss_mask:
+            raise ValueError(
+                f"append: {totals.num_masked} of the new samples have a loss mask, and the dataset "
+                "stores none, so all of their tokens would count; make a dataset of their own, "
+                "with another --output"
+            )
         if places is not None:
             _shuffle(building / "samples.bin", places, maker.options)
         most_new = maker.options.max_tokens if maker.options.generate else 0
@@ -368,8 +374,7 @@ class _SampleFiles:
         if self._maker.makes_masks:
             mask = np.ones(num_tokens, bool) if prompt.mask is None else prompt.mask
             files["masks"].write(mask.tobytes())
-            is_known = prompt.mask is not None and bool(prompt.mask.any())
-            totals.num_masked += self._maker.stores_loss_mask and is_known
+            totals.num_masked += self._maker.stores_loss_mask and prompt.mask is not None
         totals.num_masked += options.n * (options.generate and self._maker.stores_loss_mask)
         totals.num_samples += options.n
         totals.num_tokens += options.n * num_tokens
