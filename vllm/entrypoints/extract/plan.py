@@ -287,7 +287,10 @@ def _write_samples(
 ) -> None:
     """Write the files that are in the order of the input."""
     options, first_reason = maker.options, ""
-    unseen, cutter, padding = set(options.keep_columns), None, None
+    cutter, padding = None, None
+    unseen = {("--keep-columns", name) for name in options.keep_columns}
+    if options.mask_column is not None:
+        unseen.add(("--mask-column", options.mask_column))
     if options.pack is not None:
         separator, bos, padding = maker.pack_tokens()
         cutter = WindowCutter(options.pack, separator, bos)
@@ -306,13 +309,13 @@ def _write_samples(
                     skipped.write(json.dumps({"record": record.number, "reason": reason}) + "\n")
                     continue
                 totals.num_truncated += prompt.is_truncated
+                unseen -= {one for one in unseen if record.values.get(one[1]) is not None}
                 if cutter is not None:
                     files.add_windows(cutter.add(record, prompt.token_ids, prompt.mask))
                     continue
                 if options.id_column is not None:
                     _check_name(file_stem(prompt.name), names)
                 kept = {one: record.values.get(one) for one in options.keep_columns}
-                unseen -= {one for one, value in kept.items() if value is not None}
                 kept |= {"turn": record.turn} if options.split_turns else {}
                 kept |= source_columns(prompt.source)
                 files.add(record.number, prompt, kept)
@@ -325,7 +328,8 @@ def _write_samples(
             first_reason = f"; they have {totals.num_left_over} tokens, fewer than one window"
         raise ValueError(f"--input: none of {totals.num_records} records can be used{first_reason}")
     if unseen:
-        raise ValueError(f"--keep-columns {unseen.pop()}: no sample has such a column")
+        flag, name = min(unseen)
+        raise ValueError(f"{flag} {name}: no sample has such a column")
 
 
 def _parts_of(
