@@ -35,8 +35,10 @@ def test_the_reply_tells(http: httpx.Client) -> None:
     assert http.post("/v1/completions", json=OK | UNKNOWN).json()["warnings"] == WARNINGS
     chat = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2, **UNKNOWN}
     assert http.post("/v1/chat/completions", json=chat).json()["warnings"] == WARNINGS
-    first, *rest = events(http.post("/v1/chat/completions", json={**chat, "stream": True}))
-    assert first["warnings"] == WARNINGS
+    stream = {"stream": True, "stream_options": {"include_usage": True, "bar": 1, "baz": None}}
+    first, *rest = events(http.post("/v1/chat/completions", json={**chat, **stream}))
+    nested = "the field 'stream_options.bar' is not known and has no effect"
+    assert sorted(first["warnings"]) == sorted([*WARNINGS, nested])
     assert rest
     assert all("warnings" not in event for event in rest)
 
@@ -48,7 +50,13 @@ def test_strict_requests(tiny_llama: Path, tmp_path: Path) -> None:
         live_server(tiny_llama, tmp_path, settings=settings, connector=option) as server,
         server.client() as client,
     ):
-        for more in ({"frobnicate": 1}, {"kv_transfer_params": {"layers": [1]}}):
+        for more in (
+            {"frobnicate": 1},
+            {"kv_transfer_params": {"layers": [1]}},
+            {"kv_transfer_params": {"hidden_states_path": str(tmp_path / "mine.safetensors")}},
+            {"stream": True, "stream_options": {"bar": 1}},
+            {"vllm_xargs": {"bar": 1}},
+        ):
             answer = client.post("/v1/completions", json=OK | more)
             assert answer.status_code == 400
             assert "not known; leave it out" in answer.json()["error"]["message"]

@@ -200,17 +200,30 @@ def test_a_damaged_index(tiny_llama: Path, inputs: list[Path], tmp_path: Path) -
 
 
 def test_masks_of_added_records(tiny_llama: Path, tmp_path: Path) -> None:
-    """Stored if those of the dataset are, also where no record has one."""
+    """Stored if those of the dataset are, also where no record has one; otherwise refused."""
     plain = write_jsonl(tmp_path / "plain.jsonl", [{"input_ids": ids} for ids in FIRST[:4]])
     masked = write_jsonl(tmp_path / "masked.jsonl", [{"input_ids": [5, 6], "loss_mask": [0, 1]}])
-    for first, second, expected in ((plain, masked, None), (masked, plain, True)):
-        output = tmp_path / first.stem
-        run(tiny_llama, first, output)
-        run(tiny_llama, second, output, append=True)
-        assert list(verify_dataset(str(output))) == []
-        for sample in HiddenStatesDataset(output):
-            assert (sample.loss_mask is None) == (expected is None)
+    output = tmp_path / "output"
+    run(tiny_llama, masked, output)
+    run(tiny_llama, plain, output, append=True)
+    assert list(verify_dataset(str(output))) == []
     added = HiddenStatesDataset(output)[-1]
     assert added.loss_mask is not None and added.loss_mask.all()
     rows = harness.fake_rows(added.token_ids.tolist(), harness.LAYERS, harness.HIDDEN_SIZE)
     assert torch.equal(added.hidden_states, rows)
+
+    none = tmp_path / "none"
+    run(tiny_llama, plain, none)
+    before = digests(none)
+    with pytest.raises(ValueError, match="append: 1 of the new samples have a loss mask, and"):
+        run(tiny_llama, masked, none, append=True)
+    assert digests(none) == before
+    more = write_jsonl(tmp_path / "more.jsonl", [{"input_ids": [7, 8]}])
+    run(tiny_llama, more, none, append=True)
+    assert {sample.loss_mask for sample in HiddenStatesDataset(none)} == {None}
+    run(tiny_llama, masked, tmp_path / "mean", pooling="mean")
+    run(tiny_llama, more, tmp_path / "mean", pooling="mean", append=True)
+    off = {"loss_mask": False}
+    run(tiny_llama, plain, tmp_path / "off", **off)
+    run(tiny_llama, masked, tmp_path / "off", append=True, **off)
+    assert HiddenStatesDataset(tmp_path / "off")[-1].loss_mask is None

@@ -180,6 +180,8 @@ def test_columns_of_the_input_are_carried_along(
     assert "columns label, source)" in repr(sample)
     with pytest.raises(ValueError, match="--keep-columns lable: no sample has such a column"):
         run(tiny_llama, data, tmp_path / "other", format=form, keep_columns=["lable"], **named)
+    with pytest.raises(ValueError, match="--mask-column los_mask: no sample has such a column"):
+        run(tiny_llama, data, tmp_path / "other", format=form, mask_column="los_mask", **named)
     assert not (tmp_path / "other").exists()
 
 

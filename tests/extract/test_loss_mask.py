@@ -148,6 +148,30 @@ def test_answers_that_cannot_be_located(tiny_llama: Path, data: Path, tmp_path: 
     assert mask_of(second) == [False, True]
 
 
+@pytest.mark.parametrize(
+    "records",
+    [
+        [{"messages": CHAT}],  # with the template of the test, answers cannot be located
+        [{"messages": CHATS[0][:1]}, {"text": "A text."}],
+        [{"input_ids": [5, 6], "loss_mask": [0, 0]}],
+    ],
+)
+def test_masks_that_select_no_token(records: list[Any], tiny_llama: Path, tmp_path: Path) -> None:
+    """They are stored, and a conversion has the masks of the layout that is written directly."""
+    data = write_jsonl(tmp_path / "some.jsonl", records)
+    options = {"layers": "2,1,3,norm", "chat_template": COUNTING if len(records) == 1 else None}
+    run(tiny_llama, data, tmp_path / "output", **options)
+    dataset = HiddenStatesDataset(tmp_path / "output")
+    assert [any(mask_of(sample)) for sample in dataset] == ["text" in one for one in records]
+    run(tiny_llama, data, tmp_path / "direct", format="modelopt", **options)
+    convert_dataset(str(tmp_path / "output"), str(tmp_path / "converted"), "modelopt")
+    for path in (tmp_path / "direct").glob("*.pt"):
+        direct, converted = (
+            torch.load(path.parent.with_name(name) / path.name) for name in ("direct", "converted")
+        )
+        assert direct["loss_mask"].tolist() == converted["loss_mask"].tolist()
+
+
 def test_a_dataset_from_before_masks_were_stored(
     tiny_llama: Path, data: Path, tmp_path: Path
 ) -> None:

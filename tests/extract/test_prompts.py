@@ -286,6 +286,7 @@ def test_lengths_that_cannot_be_told_are_not(tokenizer: Any) -> None:
         ({"input_ids": [-1]}, "bad token ids"),
         ({"input_ids": [1.5]}, "bad token ids"),
         ({"input_ids": [True]}, "bad token ids"),
+        ({"input_ids": [1, True]}, "bad token ids"),
         ({"input_ids": [[1], [2, 3]]}, "bad token ids"),
         ({"input_ids": "abc"}, "bad token ids"),
         ({"input_ids": [2**70]}, "bad token ids"),

@@ -79,8 +79,9 @@ def test_batches_of_rows(tmp_path: Path, fmt: DatasetFormat, batch_size: int) ->
         }.items():
             found = torch.cat([getattr(batch, column) for batch in batches])
             assert torch.equal(found, torch.cat(expected)), column
-    with pytest.raises(ValueError, match="batch_size=0: use at least 1"):
-        next(dataset.iter_rows(0))
+    for wrong in (0, 2.5, "4"):
+        with pytest.raises(ValueError, match=f"batch_size={wrong!r}: use at least 1"):
+            dataset.iter_rows(wrong)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("batch_size", [1, 4, 13])

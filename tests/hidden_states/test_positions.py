@@ -95,6 +95,7 @@ def test_resolve(spec: object, expected: list[int] | None) -> None:
 @pytest.mark.parametrize(
     "spec",
     [
+        [0, True],
         None,
         True,
         1.0,

@@ -195,8 +195,8 @@ class HiddenStatesDataset(Dataset[HiddenStatesSample]):
         shuffle_rows: number of rows that wait in memory; each batch is drawn from them by
             ``seed``, so that it has rows of many samples. 0: rows of a sample stay together.
         """
-        if batch_size < 1:
-            raise ValueError(f"batch_size={batch_size}: use at least 1")
+        if not isinstance(batch_size, int) or batch_size < 1:
+            raise ValueError(f"batch_size={batch_size!r}: use at least 1")
         if shuffle_rows < 0:
             raise ValueError(f"shuffle_rows={shuffle_rows}: use at least 1, or 0 for no shuffling")
         batches = self._iter_rows(batch_size, order)

@@ -167,4 +167,6 @@ def flat_array(value: Any, kinds: str) -> npt.NDArray[Any] | None:
     except (TypeError, ValueError, RuntimeError):
         return None
     is_right = array.ndim == 1 and (array.dtype.kind in kinds or not len(array))
+    if is_right and "b" not in kinds and isinstance(value, list | tuple):
+        is_right = bool not in set(map(type, value))  # numpy makes numbers of them beside numbers
     return array if is_right else None

@@ -458,7 +458,7 @@ def _open_plan(
     folder, own = place / PLAN_FOLDER, settings.of_input(digest)
     if has_plan(folder, own):
         return Plan(folder)
-    is_begun = (directory / records.SETTINGS_FILE).exists()
+    is_begun = (directory / records.SETTINGS_FILE).exists() and settings.units_of(digest)
     stores = settings.has_loss_mask if is_begun else resolved.options.stores_loss_mask
     others: list[str] = []
     if settings.added and resolved.options.id_column is not None:

@@ -106,7 +106,7 @@ class PlanTotals:
     """Windows that were dropped because no token in them counts."""
     num_skipped: int = 0
     num_masked: int = 0
-    """Samples that have a loss mask to store, with at least one token in it."""
+    """Samples that have a loss mask to store, also one that selects no token."""
     num_bytes: int = 0
     row_bytes: int = 0
     """Bytes of one stored row."""
@@ -228,7 +228,7 @@ def make_plan(
 
     settings: those of this input. names: names of samples that other inputs have.
     Raises ValueError if a record cannot be used and ``on_error`` is "fail", no record can be used,
-    or the input cannot be read to its end.
+    the input cannot be read to its end, or it has masks that an existing dataset has no place for.
     """
     building = Path(temporary_path(folder))
     building.mkdir()
@@ -243,6 +243,12 @@ def make_plan(
             first_record=start.first_record,
         )
         _write_samples(building, records, maker, totals, set(names))
+        if start.first_unit and totals.num_masked and not settings.has_loss_mask:
+            raise ValueError(
+                f"append: {totals.num_masked} of the new samples have a loss mask, and the dataset "
+                "stores none, so all of their tokens would count; make a dataset of their own, "
+                "with another --output"
+            )
         if places is not None:
             _shuffle(building / "samples.bin", places, maker.options)
         most_new = maker.options.max_tokens if maker.options.generate else 0
@@ -281,7 +287,10 @@ def _write_samples(
 ) -> None:
     """Write the files that are in the order of the input."""
     options, first_reason = maker.options, ""
-    unseen, cutter, padding = set(options.keep_columns), None, None
+    cutter, padding = None, None
+    unseen = {("--keep-columns", name) for name in options.keep_columns}
+    if options.mask_column is not None:
+        unseen.add(("--mask-column", options.mask_column))
     if options.pack is not None:
         separator, bos, padding = maker.pack_tokens()
         cutter = WindowCutter(options.pack, separator, bos)
@@ -300,13 +309,13 @@ def _write_samples(
                     skipped.write(json.dumps({"record": record.number, "reason": reason}) + "\n")
                     continue
                 totals.num_truncated += prompt.is_truncated
+                unseen -= {one for one in unseen if record.values.get(one[1]) is not None}
                 if cutter is not None:
                     files.add_windows(cutter.add(record, prompt.token_ids, prompt.mask))
                     continue
                 if options.id_column is not None:
                     _check_name(file_stem(prompt.name), names)
                 kept = {one: record.values.get(one) for one in options.keep_columns}
-                unseen -= {one for one, value in kept.items() if value is not None}
                 kept |= {"turn": record.turn} if options.split_turns else {}
                 kept |= source_columns(prompt.source)
                 files.add(record.number, prompt, kept)
@@ -319,7 +328,8 @@ def _write_samples(
             first_reason = f"; they have {totals.num_left_over} tokens, fewer than one window"
         raise ValueError(f"--input: none of {totals.num_records} records can be used{first_reason}")
     if unseen:
-        raise ValueError(f"--keep-columns {unseen.pop()}: no sample has such a column")
+        flag, name = min(unseen)
+        raise ValueError(f"{flag} {name}: no sample has such a column")
 
 
 def _parts_of(
@@ -368,8 +378,7 @@ class _SampleFiles:
         if self._maker.makes_masks:
             mask = np.ones(num_tokens, bool) if prompt.mask is None else prompt.mask
             files["masks"].write(mask.tobytes())
-            is_known = prompt.mask is not None and bool(prompt.mask.any())
-            totals.num_masked += self._maker.stores_loss_mask and is_known
+            totals.num_masked += self._maker.stores_loss_mask and prompt.mask is not None
         totals.num_masked += options.n * (options.generate and self._maker.stores_loss_mask)
         totals.num_samples += options.n
         totals.num_tokens += options.n * num_tokens

@@ -133,8 +133,6 @@ class Generation(ABC, Generic[BodyT]):
         self._first_params: TransferParams | None = None
         keys = state.unknown_transfer_keys(body.kv_transfer_params or {})
         names = [f"kv_transfer_params.{key}" for key in keys]
-        extra = None if body.vllm_xargs is None else body.vllm_xargs.__pydantic_extra__
-        names += [f"vllm_xargs.{key}" for key in extra or ()]
         self._warnings = [*body._warnings, *told_of_unknown(names, state.settings.strict_requests)]
         """Texts that the client has not been sent yet."""
 

@@ -9,10 +9,12 @@ part of a path.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Required, Self
 
 from fastapi import Depends, Request
 from pydantic import (
+    BaseModel,
     ConfigDict,
     Discriminator,
     Field,
@@ -260,6 +262,16 @@ def told_of_unknown(names: list[str], is_strict: bool) -> list[str]:
     ]
 
 
+def _unknown_fields(body: BaseModel, prefix: str = "") -> Iterator[str]:
+    """Yield the names of the fields that are set and not known, also those of objects in it."""
+    for name, value in (body.__pydantic_extra__ or {}).items():
+        if value is not None:
+            yield prefix + name
+    for name, value in body:
+        if isinstance(value, BaseModel):
+            yield from _unknown_fields(value, f"{prefix}{name}.")
+
+
 class Body(Described):
     """A request's body."""
 
@@ -290,14 +302,15 @@ class Body(Described):
             body = cls.model_validate_json(content)
         except ValidationError as error:
             raise form_error(error, content) from None
-        extra = body.__pydantic_extra__ or {}
-        names = [name for name, value in extra.items() if value is not None]
+        names = list(_unknown_fields(body))
         body._warnings = told_of_unknown(names, request.app.state.server.settings.strict_requests)
         return body
 
 
 class StreamOptions(Described):
     """Options of a stream."""
+
+    model_config = ConfigDict(extra="allow")
 
     include_usage: bool | None = None
     """Send a last chunk with the token counts."""

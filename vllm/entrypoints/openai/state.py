@@ -139,7 +139,12 @@ class ServerState:
         if config and (config.kv_connector != name or config.kv_connector_module_path):
             return []
         known = () if config is None else TRANSFER_PARAMS
-        return [key for key in params if key not in known]
+        lets_name_files = self.lets_clients_name_files
+        return [
+            key
+            for key in params
+            if key not in known or (key == "hidden_states_path" and not lets_name_files)
+        ]
 
     @cached_property
     def default_sampling(self) -> dict[str, Any]:
