@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
 
+import pytest
+
 from vllm.sampling_params import SamplingParams
-from vllm.v1.engine import EngineCoreRequest
-from vllm.v1.engine.core_messages import AbortRequests, AddRequest
-from vllm.v1.engine.core_process import CoreProcess, CoreSettings, _start_core
+from vllm.v1.engine import EngineCoreRequest, core_process
+from vllm.v1.engine.core_messages import AbortRequests, AddRequest, CoreReport
+from vllm.v1.engine.core_process import CoreProcess, CoreSettings, _start_core, _watch_ranks
 
 
 def test_nothing_is_kept_of_an_aborted_request(monkeypatch: Any) -> None:
@@ -37,3 +39,19 @@ def test_a_folder_that_is_not_that_of_the_front_end(tmp_path: Path) -> None:
     assert core is None
     assert started.failure is not None
     assert f"shared_storage_path={str(tmp_path)!r} is another folder on" in started.failure.message
+
+
+def test_a_stopped_rank_is_reported_once_and_so_is_its_return(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(core_process, "STOP_POLL_SECONDS", 0.0)
+    states = iter([False, True, True, False, False, True])
+
+    class Executor:
+        has_stopped_rank = property(lambda self: next(states))
+
+    executor: Any = Executor()
+    reports: list[CoreReport] = []
+    with pytest.raises(StopIteration):
+        _watch_ranks(executor, reports.append)
+    assert [report.has_stopped_rank for report in reports] == [True, False, True]

@@ -129,6 +129,39 @@ def test_ctrl_c_amid_bookkeeping_waits_for_its_end(
     assert budget.stats().bytes_in_flight == 0
 
 
+class LateError(Exception):
+    """The program's limit of time."""
+
+
+def test_an_alarm_of_the_program_waits_as_ctrl_c_does(
+    llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its handler's exception comes out of the call, also where a failure would be an answer."""
+
+    def be_late(number: int, frame: Any) -> None:
+        raise LateError
+
+    expected = all_rows(llm)
+    model = core_of(llm).executor.worker.model_runner.model
+    places = [(Scheduler, "schedule"), (EngineCore, "add_request"), (StepSampler, "sample")]
+    before = signal.signal(signal.SIGALRM, be_late)
+    try:
+        for owner, name in [*places, (RowSaver, "_send"), (model, "forward")]:
+            remove_files(tmp_path)
+            llm.reset_prefix_cache()
+            ring = nth_call(getattr(owner, name), 2, lambda: signal.raise_signal(signal.SIGALRM))
+            monkeypatch.setattr(owner, name, ring)
+            with pytest.raises(LateError):
+                all_rows(llm)
+            monkeypatch.undo()
+            assert signal.getsignal(signal.SIGALRM) is be_late
+            check_nothing_is_left(llm)
+            assert_no_half_files(tmp_path)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert all(map(torch.equal, all_rows(llm), expected))
+
+
 def test_requests_of_others_survive_an_interrupt_between_steps(llm: LLM, tmp_path: Path) -> None:
     """A call that is interrupted drops its own requests only."""
     expected = all_rows(llm)

@@ -317,11 +317,15 @@ def test_a_rank_that_is_stopped_and_killed_in_a_step(
     with LLM(str(checkpoint("llama")), tensor_parallel_size=2, **OPTIONS) as llm:
         (expected,) = llm.extract(PROMPTS[:1], layers=[4])
         (pid,) = rank_processes() - others
+        executor = core_of(llm).executor
+        assert not executor.has_stopped_rank
         os.kill(pid, signal.SIGSTOP)
+        wait_until(lambda: executor.has_stopped_rank)
         threading.Timer(1.5, os.kill, (pid, signal.SIGCONT)).start()
         (stopped,) = llm.extract(PROMPTS[:1], layers=[4])
         assert torch.equal(stopped.hidden_states, expected.hidden_states)
         assert f"rank 1 (process {pid}) has been stopped for 0 s by SIGSTOP" in caplog.text
+        wait_until(lambda: not executor.has_stopped_rank)
         llm.collective_rpc(rank_functions.hang_in_next_pass, args=(1,))
         threading.Timer(0.5, os.kill, (pid, signal.SIGKILL)).start()
         (failed,) = llm.extract(PROMPTS[:1], layers=[4], on_error="yield")

@@ -82,6 +82,8 @@ def test_one_bad_prompt_and_nothing_runs(setup: Setup) -> None:
     assert setup.core.seen == []
     with pytest.raises(ValueError, match="sampling_params has 1 entries for 2 prompts"):
         setup.generate(["a", "b"], [SamplingParams()])
+    with pytest.raises(ValueError, match="priority=5: has to be a list"):
+        setup.generate("a", priority=5)
     with pytest.raises(ValueError, match="priority has 1 entries"):
         setup.generate(["a", "b"], priority=[1])
     with pytest.raises(ValueError, match="prompt 1: priority='low': has to be a 64-bit integer"):
@@ -162,6 +164,8 @@ def test_a_template_may_be_a_file(setup: Setup, tmp_path: Path) -> None:
     assert output.prompt == "<hello>"
     with pytest.raises(ValueError, match="chat_template='/nowhere': there is no such file"):
         LLM("nowhere", chat_template="/nowhere")
+    with pytest.raises(ValueError, match="chat_template=5: has to be a template's text"):
+        LLM("nowhere", chat_template=5)
 
 
 def test_tool_call_arguments_reach_the_template_as_objects(setup: Setup) -> None:

@@ -6,9 +6,12 @@ import os
 import signal
 import socket
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.entrypoints.gate_harness import wait_until
@@ -36,6 +39,32 @@ def test_a_stopped_core_is_named(
             os.kill(pid, signal.SIGCONT)
         assert wait_until(lambda: client.get("/health").status_code == 200)
         assert client.post("/v1/completions", json={"prompt": [5]}).status_code == 200
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("has_work", [False, True])
+def test_a_stopped_rank_is_told_by_health(has_work: bool, tiny_llama: Path, tmp_path: Path) -> None:
+    """Also while the engine waits for work, and until the rank goes on; nothing is lost."""
+    with (
+        live_server(tiny_llama, tmp_path, layers=None, tensor_parallel_size=2) as server,
+        server.client() as client,
+        ThreadPoolExecutor(1) as threads,
+    ):
+        body = {"prompt": [5], "temperature": 0}
+        ask = partial(client.post, "/v1/completions", json=body, timeout=120)
+        expected = ask().json()["choices"]
+        (rank,) = psutil.Process(server.state.engine.core_pid).children()
+        rank.suspend()
+        try:
+            answer = threads.submit(ask) if has_work else None
+            assert client.get("/health").status_code == 200
+            assert wait_until(lambda: client.get("/health").status_code == 503, 60)
+        finally:
+            rank.resume()
+        assert wait_until(lambda: client.get("/health").status_code == 200)
+        if answer is not None:
+            assert answer.result().json()["choices"] == expected
+        assert ask().json()["choices"] == expected
 
 
 def test_500_held_connections(server: LiveServer) -> None:

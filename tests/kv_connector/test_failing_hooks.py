@@ -6,8 +6,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -23,6 +26,8 @@ from tests.kv_connector.failing_connector import (
     faults,
 )
 from vllm import LLM, AsyncEngineArgs, AsyncLLM, SamplingParams
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.exceptions import Failure, FailureKind
 
 Checkpoint = Callable[..., Path]
@@ -294,6 +299,40 @@ def test_connectors_beside_one_that_fails(
             assert not faults
             llm.reset_prefix_cache()
     assert {str(file) for file in tmp_path.iterdir()} == named
+
+
+def multi_of(loader: Any, other: Any) -> MultiConnector:
+    """A scheduler side whose first connector loads a request."""
+    connector = MultiConnector.__new__(MultiConnector)
+    config = KVTransferConfig(kv_connector="MultiConnector", kv_role="kv_both")
+    connector._kv_transfer_config = config
+    connector._connectors, connector._loader = [loader, other], {"r": 0}
+    connector._newly_awaited = {}
+    return connector
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_nothing_is_loaded_for_a_request_that_another_connector_fails(fails: bool) -> None:
+    """Its blocks are given back at once, so a load would overwrite what others compute."""
+    loader, other, blocks = MagicMock(), MagicMock(), MagicMock()
+    request, nothing = SimpleNamespace(request_id="r"), blocks.new_empty()
+    if fails:
+        other.update_state_after_alloc.side_effect = RuntimeError("out of order")
+    with pytest.raises(RuntimeError) if fails else nullcontext():
+        multi_of(loader, other).update_state_after_alloc(request, blocks, 32)  # type: ignore[arg-type]
+    told = (request, nothing, 0) if fails else (request, blocks, 32)
+    loader.update_state_after_alloc.assert_called_once_with(*told)
+    other.update_state_after_alloc.assert_called_once_with(request, nothing, 0)
+
+
+def test_all_plan_a_step_for_which_one_cannot() -> None:
+    """No load of such a step begins later, when its blocks are given back."""
+    broken, other = MagicMock(), MagicMock()
+    broken.build_connector_meta.side_effect = RuntimeError("out of order")
+    step = SimpleNamespace(preempted_req_ids=set())
+    with pytest.raises(RuntimeError, match="out of order"):
+        multi_of(broken, other).build_connector_meta(step)  # type: ignore[arg-type]
+    other.build_connector_meta.assert_called_once_with(step)
 
 
 def clear(folder: Path) -> None:

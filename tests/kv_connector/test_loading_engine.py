@@ -208,7 +208,7 @@ noted: list[tuple[Any, ...]] = []
 
 
 def test_all_are_asked_and_the_first_that_has_it_loads(checkpoint: Checkpoint) -> None:
-    """The others get no blocks, as upstream's connectors expect."""
+    """The others get no blocks, as upstream's connectors expect, and are told before it."""
     own = {"kv_connector": "NotingConnector", "kv_connector_module_path": __name__}
     parts = [
         {**own, "kv_connector_extra_config": {"name": name, "has": name != "empty"}}
@@ -228,8 +228,8 @@ def test_all_are_asked_and_the_first_that_has_it_loads(checkpoint: Checkpoint) -
         ("first", "asked"),
         ("second", "asked"),
         ("empty", 0, 0),
-        ("first", 48, 4),
         ("second", 0, 0),
+        ("first", 48, 4),
     ]
 
 

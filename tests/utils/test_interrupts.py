@@ -93,6 +93,24 @@ def test_after_a_passage_they_are_held_again() -> None:
     assert seen == ["held"]
 
 
+def test_an_alarm_and_an_interrupt_are_both_delivered() -> None:
+    rung: list[int] = []
+    before = signal.signal(signal.SIGALRM, lambda number, frame: rung.append(number))
+
+    @hold_interrupts()
+    def work() -> None:
+        interrupt()
+        signal.raise_signal(signal.SIGALRM)
+        assert not rung
+
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            work()
+        assert rung == [signal.SIGALRM]
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
 def test_the_second_one_does_not_wait() -> None:
     seen = []
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, TypeVar, Unpack, overload
 
@@ -485,6 +485,8 @@ class LLM(WorkerCalls):
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
         all_params = _one_per_prompt("sampling_params", sampling_params, len(prompts))
+        if not isinstance(priority, Iterable | None):
+            raise ValueError(f"priority={brief(priority)}: has to be a list, a number per prompt")
         priorities = _one_per_prompt(
             "priority", 0 if priority is None else list(priority), len(prompts)
         )

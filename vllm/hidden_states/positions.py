@@ -68,7 +68,8 @@ def parse_positions(text: str) -> PositionSelection:
     if not colon and kind in _PLAIN_KINDS:
         return PositionSelection(_PLAIN_KINDS[kind])
     raise ValueError(
-        f"positions={text!r}: use all, last, mask, generated, or every:K with K of at least 1"
+        f"positions={reprlib.repr(text)}: use all, last, mask, generated, or every:K with K of "
+        "at least 1"
     )
 
 

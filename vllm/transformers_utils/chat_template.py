@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import Unpack, cast
 
@@ -32,7 +33,11 @@ def load_chat_template(value: str | None) -> str | None:
     """Return the template that a user gave as a file or as text. ValueError: it cannot be used."""
     if value is None:
         return None
-    text = value
+    if not isinstance(value, str | os.PathLike):
+        raise ValueError(
+            f"chat_template={brief(value)}: has to be a template's text, or the path of a file"
+        )
+    text = value = os.fspath(value)
     try:
         if is_regular(value):
             text = open_regular(value, _MOST_BYTES).read().decode()

@@ -27,14 +27,14 @@ class StopWatch:
             self._since, self._was_told = None, False
             return False
         now = time.monotonic()
-        self._since = now if self._since is None else self._since
-        is_long = now - self._since >= STOPPED_SECONDS
+        since = self._since = self._since or now  # local: several threads may look at once
+        is_long = now - since >= STOPPED_SECONDS
         if is_long and not self._was_told:
             self._was_told = True
             logger.error(
                 "%s (process %d) has been stopped for %.0f s by SIGSTOP or a debugger: its work "
                 "waits until it goes on (kill -CONT %d)",
-                *(self._name, self._pid, now - self._since, self._pid),
+                *(self._name, self._pid, now - since, self._pid),
             )
         return is_long
 

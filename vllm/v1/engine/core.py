@@ -25,6 +25,7 @@ from vllm.logger import init_logger
 from vllm.plugins import load_general_plugins
 from vllm.steering import SteeringSpec, check_fit
 from vllm.utils.boundaries import NORM, LayerId, num_layers_to_run
+from vllm.utils.interrupts import is_interrupt
 from vllm.utils.math_utils import cdiv
 from vllm.v1.cache_kinds.base import KVCacheConfig
 from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -338,12 +339,12 @@ class EngineCore:
     def _start(self, scheduled: SchedulerOutput) -> _StartedStep:
         try:
             return _StartedStep(scheduled, self.executor.execute_model(scheduled))
-        except Exception as error:
+        except BaseException as error:
+            if is_interrupt(error):
+                self._interrupt_step(scheduled)
+                raise
             self._fail_step(scheduled, error)
             return _StartedStep(scheduled, None)
-        except BaseException:
-            self._interrupt_step(scheduled)
-            raise
 
     def _interrupt_step(self, scheduled: SchedulerOutput) -> None:
         interrupted = Failure(FailureKind.ABORTED, "interrupted")
@@ -354,14 +355,14 @@ class EngineCore:
         try:
             if step.pending is not None:
                 output = step.pending.result()
-        except Exception as error:
+        except BaseException as error:
+            if is_interrupt(error):  # with pipeline stages the pass may only run here
+                self._interrupt_step(step.scheduled)
+                raise
             assert step.pending is not None
             output.kv_connector_output = step.pending.output.kv_connector_output
             step.has_failed = True
             self._fail_step(step.scheduled, error)
-        except BaseException:  # with pipeline stages the pass may only run here
-            self._interrupt_step(step.scheduled)
-            raise
         result = self.scheduler.update_from_output(step.scheduled, output)
         self._publish(result)
         return result
@@ -373,7 +374,7 @@ class EngineCore:
         if events:
             self._publisher.publish(KVEventBatch(time.time(), events))
 
-    def _fail_step(self, scheduled: SchedulerOutput, error: Exception) -> None:
+    def _fail_step(self, scheduled: SchedulerOutput, error: BaseException) -> None:
         failure = _failure_of(error)
         if failure.kind is FailureKind.ABORTED:  # it was to follow one that was interrupted
             self._interrupt_step(scheduled)
@@ -431,7 +432,7 @@ class EngineCore:
         self.executor.shutdown()
 
 
-def _failure_of(error: Exception) -> Failure:
+def _failure_of(error: BaseException) -> Failure:
     if isinstance(error, FailureError):
         return error.failure
     kind = kind_of(error, FailureKind.STEP_FAILED)

@@ -164,8 +164,7 @@ class AsyncCoreClient:
         self._is_closing = False
         self._receiver: asyncio.Task[None] | None = None
         self._stop_watcher: asyncio.Task[None] | None = None
-        self.is_stopped = False
-        """True if a signal has stopped the process for a while; it may go on."""
+        self._is_core_stopped = self._has_stopped_rank = False
 
     async def start(self) -> CoreStarted:
         """Wait until the core is ready.
@@ -235,16 +234,25 @@ class AsyncCoreClient:
                     self._take(decoder.decode(self._reports_now.recv_multipart(zmq.NOBLOCK)))
                 await asyncio.sleep(0)
 
+    @property
+    def is_stopped(self) -> bool:
+        """True if a signal has stopped the process for a while, or one of its ranks; it may go
+        on."""
+        return self._is_core_stopped or self._has_stopped_rank
+
     def _take(self, report: CoreReport) -> None:
+        if report.has_stopped_rank is not None:
+            self._has_stopped_rank = report.has_stopped_rank
+            return
         self.stats = report.stats
         self._on_report(report)
 
     async def _watch_for_stops(self) -> None:
         is_stopped = self._handle.make_stop_watch()
         while self._handle.is_alive:
-            self.is_stopped = is_stopped()
+            self._is_core_stopped = is_stopped()
             await asyncio.sleep(STOP_POLL_SECONDS)
-        self.is_stopped = False
+        self._is_core_stopped = self._has_stopped_rank = False
 
     def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
         message = self._handle.wait_for_end()

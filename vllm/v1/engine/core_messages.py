@@ -1,7 +1,7 @@
 """Messages between the front end and the engine core's process, as msgpack.
 
 The core receives lists of :class:`CoreCommand`. It sends one :class:`CoreStarted`,
-then one :class:`CoreReport` per step.
+then one :class:`CoreReport` per step, and one when a signal has stopped a rank's process.
 """
 
 from __future__ import annotations
@@ -149,6 +149,9 @@ class EngineStats(msgspec.Struct, kw_only=True):
 class CoreReport(msgspec.Struct, kw_only=True):
     """Results of one step."""
 
+    has_stopped_rank: bool | None = None
+    """True if a signal has stopped a rank's process, False if all go on: the rest of the report is
+    empty. None: this is a report of a step."""
     outputs: list[EngineCoreOutput] = []
     rejected: dict[str, Failure] = {}
     """Request id -> why the core did not take it."""

@@ -13,7 +13,8 @@ import queue
 import signal
 import socket
 import threading
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -44,6 +45,7 @@ from vllm.v1.engine.core_messages import (
     CoreCommand,
     CoreReport,
     CoreStarted,
+    EngineStats,
     FinishRequests,
     FreezeRequests,
     ReportEncoder,
@@ -57,9 +59,11 @@ from vllm.v1.engine.core_messages import (
 from vllm.v1.engine.detokenizer import Detokenizer
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.executor.node_links import SocketPlace
+from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 logger = init_logger(__name__)
 
+STOP_POLL_SECONDS = 5.0
 REST_AFTER_SECONDS = 5.0
 """Time without requests after which a core gives back the memory of its busiest moment."""
 
@@ -253,6 +257,19 @@ def _connect(end: zmq.Socket[Any], local_address: str, place: SocketPlace | None
         place.connect(end)
 
 
+def _watch_ranks(executor: UniProcExecutor, report: Callable[[CoreReport], None]) -> None:
+    """Report that a signal has stopped a rank's process, and that it goes on again.
+
+    A step that waits for such a process reports nothing, so this runs in a thread of its own.
+    """
+    before = False
+    while True:
+        time.sleep(STOP_POLL_SECONDS)
+        if executor.has_stopped_rank != before:
+            before = not before
+            report(CoreReport(has_stopped_rank=before, stats=EngineStats()))
+
+
 def _receive_commands(commands: zmq.Socket[bytes], process: CoreProcess) -> None:
     decoder = msgspec.msgpack.Decoder(list[CoreCommand])
     with commands, contextlib.suppress(zmq.ContextTerminated):
@@ -290,6 +307,12 @@ def _start_core(settings: CoreSettings) -> tuple[EngineCore | None, CoreStarted]
     )
 
 
+def _report_alone(make_reports: Callable[[], zmq.Socket[bytes]], report: CoreReport) -> None:
+    """Send a report through a socket of its own: that of the steps belongs to another thread."""
+    with make_reports() as reports:
+        reports.send_multipart(ReportEncoder().encode(report))
+
+
 def main(folder: str) -> int:
     # Signals may reach the whole process group; the parent decides what they mean.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -297,8 +320,13 @@ def main(folder: str) -> int:
     settings: CoreSettings = receive_settings(folder)
     set_log_format(settings.log_format)
     context: zmq.Context[Any] = zmq.Context()
-    reports, commands = context.socket(zmq.PUSH), context.socket(zmq.PULL)
-    _connect(reports, report_address(folder), settings.reports)
+
+    def make_reports() -> zmq.Socket[bytes]:
+        socket: zmq.Socket[bytes] = context.socket(zmq.PUSH)
+        _connect(socket, report_address(folder), settings.reports)
+        return socket
+
+    reports, commands = make_reports(), context.socket(zmq.PULL)
     _connect(commands, command_address(folder), settings.commands)
     core, started = _start_core(settings)
     reports.send(msgspec.msgpack.encode(started))
@@ -309,6 +337,9 @@ def main(folder: str) -> int:
     process = CoreProcess(core, reports)
     arguments = (commands, process)
     threading.Thread(target=_receive_commands, args=arguments, name="commands", daemon=True).start()
+    watched = (core.executor, partial(_report_alone, make_reports))
+    if settings.vllm_config.parallel_config.world_size > 1:
+        threading.Thread(target=_watch_ranks, args=watched, name="ranks", daemon=True).start()
     process.run()
     core.shutdown()
     reports.close(linger=5000)

@@ -249,6 +249,11 @@ class MultiprocExecutor(UniProcExecutor):
         for read in step.outcome.parts:
             read(output)
 
+    @property
+    def has_stopped_rank(self) -> bool:  # type: ignore[override]
+        stopped = [other for other in self._others if other.is_stopped]  # the log names each
+        return bool(stopped)
+
     def take_part(self) -> None:
         with self._together("take_part"):
             super().take_part()

@@ -30,6 +30,10 @@ class RemoteRank(DistantRank):
     def ending(self) -> str | None:
         return self._link.ending(self.rank)
 
+    @property
+    def is_stopped(self) -> bool:
+        return self.rank in self._link.stopped
+
     def wait_for_end(self) -> None:
         self._link.wait_for_end(self.rank)
 

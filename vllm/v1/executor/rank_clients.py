@@ -45,6 +45,12 @@ class RankClient(ABC):
     def ending(self) -> str | None:
         """A sentence about how the process ended; None: it runs."""
 
+    @property
+    def is_stopped(self) -> bool:
+        """True if a signal has stopped the process for a while; it may go on. False if nothing on
+        its machine can say so, as of a Ray actor."""
+        return False
+
     @abstractmethod
     def wait_for_end(self) -> None:
         """Return when the process has ended."""
@@ -159,6 +165,10 @@ class RankProcess(RankClient):
             return None
         ending = ending_of("rank", self.rank, status)
         return with_last_lines(ending, self._process.last_lines)
+
+    @property
+    def is_stopped(self) -> bool:
+        return self._stop_watch.check()
 
     def wait_for_end(self) -> None:
         self._process.wait()

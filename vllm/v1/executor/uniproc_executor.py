@@ -63,6 +63,8 @@ class UniProcExecutor:
     """Called, maybe from another thread, when ``dead_because`` was set."""
     is_closing = False
     """True if the engine is about to end in order."""
+    has_stopped_rank = False
+    """True if a signal has stopped another rank's process for a while; it may go on."""
     _death = threading.Lock()
 
     def __init__(self, vllm_config: VllmConfig) -> None:

@@ -190,12 +190,17 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
         self._failures: dict[str, Failure] = {}
         self._completed: dict[str, dict[str, Any]] = {}
 
-    def _each(self, hook: str, call: Callable[[int, KVConnectorBase_V1], object]) -> None:
+    def _each(
+        self,
+        hook: str,
+        call: Callable[[int, KVConnectorBase_V1], object],
+        last: int | None = None,
+    ) -> None:
         """Call ``call(index, connector)`` for every connector, also after one has failed; the first
         error is raised at the end."""
         errors: list[Exception] = []
         seconds = self._kv_transfer_config.kv_timeout_seconds
-        for index, part in enumerate(self._connectors):
+        for index, part in sorted(enumerate(self._connectors), key=lambda one: one[0] == last):
             try:  # the limit of the whole call fires only once
                 with hook_limit(part, hook, seconds if errors else None):
                     call(index, part)
@@ -485,17 +490,27 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         loader = self._loader.pop(request.request_id, None)
         nothing = blocks.new_empty()
+        told: list[int] = []
 
         def update(index: int, part: KVConnectorBase_V1) -> None:
-            if index == loader and num_external_tokens:
+            if index == loader and len(told) == len(self._connectors) - 1 and num_external_tokens:
                 part.update_state_after_alloc(request, blocks, num_external_tokens)
             else:
                 part.update_state_after_alloc(request, nothing, 0)
+            told.append(index)
 
-        self._each("update_state_after_alloc", update)
+        # Who loads is told last. If another one fails, the request gives its blocks back, and
+        # nobody may write them.
+        self._each("update_state_after_alloc", update, last=loader)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        parts = [part.build_connector_meta(scheduler_output) for part in self._connectors]
+        parts: list[KVConnectorMetadata] = []
+
+        def build(_: int, part: KVConnectorBase_V1) -> None:
+            parts.append(part.build_connector_meta(scheduler_output))
+
+        # Also after a failure: what they plan later must not be for blocks that are given back now.
+        self._each("build_connector_meta", build)
         awaited, self._newly_awaited = self._newly_awaited, {}
         return MultiConnectorMetadata(parts, awaited, scheduler_output.preempted_req_ids)
 
