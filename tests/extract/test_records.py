@@ -116,6 +116,9 @@ def test_a_folder_in_the_order_of_names(tmp_path: Path) -> None:
     (tmp_path / "a" / "c.jsonl").write_text('{"text": "c"}')
     (tmp_path / "picture.png").touch()
     (tmp_path / "folder.txt").mkdir()
+    (tmp_path / ".ipynb_checkpoints").mkdir()
+    (tmp_path / ".ipynb_checkpoints" / "b-checkpoint.md").write_text("b")
+    (tmp_path / ".b.md").write_text("b")
     assert values(tmp_path) == [{"text": "c"}, {"text": "b"}]
 
 

@@ -103,7 +103,8 @@ def _source(path: Path, fmt: InputFormat) -> Source:
 
 
 def _folder_sources(folder: Path, fmt: InputFormat, output: Path | None) -> list[Source]:
-    """Find the files of an Arrow dataset (``datasets.save_to_disk``), or all known files below."""
+    """Find the files of an Arrow dataset (``datasets.save_to_disk``), or all known files below that
+    are not hidden."""
     if (folder / "dataset_dict.json").is_file():
         splits = _saved_list(folder / "dataset_dict.json", "splits", str)
         if len(splits) != 1:
@@ -120,14 +121,19 @@ def _folder_sources(folder: Path, fmt: InputFormat, output: Path | None) -> list
         if not names:
             raise ValueError(f"--input {folder}: its state.json names no files")
         return [Source(folder / str(name), "arrow") for name in names]
-    paths = sorted(
-        path for path in folder.rglob("*") if path.suffix.lower() in _FORMATS and not path.is_dir()
-    )
+    known = (path for path in folder.rglob("*") if path.suffix.lower() in _FORMATS)
+    # Editors and notebooks keep copies in hidden files and folders.
+    seen = (path for path in known if not _is_hidden(path.relative_to(folder)))
+    paths = sorted(path for path in seen if not path.is_dir())
     if output is not None:
         paths = [path for path in paths if output.resolve() not in path.resolve().parents]
     if not paths:
         raise ValueError(f"--input {folder}: no file in it ends in {', '.join(_FORMATS)}")
     return [_source(path, fmt) for path in paths]
+
+
+def _is_hidden(path: Path) -> bool:
+    return any(part.startswith(".") for part in path.parts)
 
 
 def _saved_list(path: Path, name: str, kind: type) -> list[Any]:
