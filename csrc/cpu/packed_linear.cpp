@@ -15,7 +15,6 @@ enum CodeKind : int64_t { kInt8, kFloat8, kTable4 };
 enum ScaleKind : int64_t { kFloatScale, kBFloat16Scale, kFloat16Scale, kFloat8Scale, kPowerScale };
 
 constexpr int64_t kFewestTerms = 8;  // fewest terms of a group
-constexpr int64_t kUnpackingRows = 4;  // up to so many rows, each use of a cell unpacks it again
 constexpr int64_t kFewestItems = 4;  // per thread, for items of several panels; else of one panel
 
 struct PackedWeight {
@@ -270,10 +269,8 @@ class PackedPanel {
         add_tile_groups(x, rows, begin, buffers.weights, segments, sums);
       } else
 #endif
-      if (rows <= kUnpackingRows) {
-        const auto unpack_and_add = panels_ == 1 ? kUnpackAndAdd[rows - 1] : kOfPanels;
-        unpack_and_add(x.data, x.stride, source_, chunk(begin), panel_bytes_, segments, sums, ahead,
-                       end - begin);
+      if (rows <= Source::kUnpackingRows) {
+        unpack_and_add(x, rows, chunk(begin), end - begin, segments, sums, ahead);
       } else {
         unpack(begin, segments, buffers.weights);
         add_groups(x, rows, buffers.weights, end - begin, segments, sums, ahead);
@@ -287,9 +284,14 @@ class PackedPanel {
   template <int R, class From, class Data, int panels = 1>
   static constexpr auto kAddSegments = add_segments<Math, kScalesCells, R, panels, From, Data>;
   static constexpr auto kOfPanels = kAddSegments<1, Source, uint8_t, int(kMostPanels)>;
-  static constexpr decltype(kAddSegments<1, Source, uint8_t>) kUnpackAndAdd[kUnpackingRows] = {
+  static constexpr decltype(kAddSegments<1, Source, uint8_t>) kUnpackAndAdd[] = {
       kAddSegments<1, Source, uint8_t>, kAddSegments<2, Source, uint8_t>,
-      kAddSegments<3, Source, uint8_t>, kAddSegments<4, Source, uint8_t>};
+      kAddSegments<3, Source, uint8_t>, kAddSegments<4, Source, uint8_t>,
+#if defined(__AVX512F__)
+      kAddSegments<5, Source, uint8_t>, kAddSegments<6, Source, uint8_t>,
+#endif
+  };
+  static_assert(sizeof kUnpackAndAdd / sizeof kUnpackAndAdd[0] == kUnpackedGroup, "one a number of rows");
   static constexpr decltype(kAddSegments<1, ReadyCells, Cell>) kAdd[] = {
       kAddSegments<1, ReadyCells, Cell>, kAddSegments<2, ReadyCells, Cell>,
       kAddSegments<3, ReadyCells, Cell>, kAddSegments<4, ReadyCells, Cell>,
@@ -371,6 +373,24 @@ class PackedPanel {
     }
   }
 
+  // Each group of rows unpacks all cells.
+  void unpack_and_add(const CellRows& x, int64_t rows, const uint8_t* codes, int64_t steps,
+                      const Segments& segments, const RowSums& sums, const Ahead& ahead) const {
+    const int64_t groups = (rows + kUnpackedGroup - 1) / kUnpackedGroup;
+    for (int64_t g = 0; g < groups; ++g) {
+      const int64_t begin = rows * g / groups, end = rows * (g + 1) / groups;
+      const auto add = panels_ == 1 ? kUnpackAndAdd[end - begin - 1] : kOfPanels;
+      add(x.data + begin * x.stride, x.stride, source_, codes, panel_bytes_, segments,
+          rows_from(sums, begin), ahead, steps);
+    }
+  }
+
+  static RowSums rows_from(const RowSums& sums, int64_t row) {
+    return {sums.block + row * kColumns, sums.total + row * kColumns,
+            sums.x_scales == nullptr ? nullptr : sums.x_scales + row * sums.x_groups,
+            sums.x_groups};
+  }
+
   void add_groups(const CellRows& x, int64_t rows, const Cell* cells, int64_t steps,
                   const Segments& segments, const RowSums& sums, const Ahead& ahead) const {
     const int64_t groups = (rows + kGroupRows - 1) / kGroupRows;
@@ -379,11 +399,8 @@ class PackedPanel {
       const int64_t begin = rows * g / groups, end = rows * (g + 1) / groups;
       share.first = ahead.lines * begin / rows;
       share.lines = ahead.lines * end / rows - share.first;
-      const RowSums own{sums.block + begin * kColumns, sums.total + begin * kColumns,
-                        sums.x_scales == nullptr ? nullptr : sums.x_scales + begin * sums.x_groups,
-                        sums.x_groups};
       kAdd[end - begin - 1](x.data + begin * x.stride, x.stride, ReadyCells{}, cells, 0, segments,
-                            own, share, steps);
+                            rows_from(sums, begin), share, steps);
     }
   }
 
