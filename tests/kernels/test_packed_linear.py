@@ -14,6 +14,11 @@ from vllm.ops.served_activations import ServedActivations
 
 SHAPES = [(1, 1, 2), (64, 64, 16), (70, 34, 40), (33, 71, 8), (570, 1090, 128), (65, 2082, 2082)]
 """Rows (of 570 a lone input row meets two panels at once), columns, columns of a group."""
+SOME_ROWS = [
+    *(slice(7, 8), slice(4, 7), slice(21, 26), slice(40, 46), slice(9, 17), slice(2, 18)),
+    *(slice(3, 20), slice(10, 75)),
+]
+"""Numbers of rows on both sides of each limit up to which cells are unpacked again."""
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -68,7 +73,7 @@ def test_a_row_has_one_value(
             assert error <= max(torch.finfo(dtype).eps, 2e-6)
             for threads in (1, 2):
                 torch.set_num_threads(threads)
-                for own in (slice(0, 150), slice(7, 8), slice(3, 20), slice(10, 75), slice(4, 7)):
+                for own in (slice(0, 150), *SOME_ROWS):
                     found = native.packed_linear(
                         x[own], panels, group_size, bias, rows, x_scales[own]
                     )
@@ -100,7 +105,7 @@ def test_whole_inputs(
         assert error <= max(torch.finfo(dtype).eps, 2e-6)
         for threads in (1, 2):
             torch.set_num_threads(threads)
-            for own in (slice(7, 8), slice(3, 20), slice(10, 75), slice(4, 7)):
+            for own in SOME_ROWS:
                 again = native.packed_linear(
                     x[own], panels, group_size, bias, rows, x_scales[own], True
                 )
