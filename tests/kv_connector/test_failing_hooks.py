@@ -18,9 +18,11 @@ import torch
 from tests.engine.harness import core_of, engine, extraction_config, greedy, rows_of
 from tests.kv_connector import failing_connector, slot_connector
 from tests.kv_connector.failing_connector import (
+    ODD_ERRORS,
     OF_A_REQUEST,
     OF_A_STEP,
     PROMPTS,
+    UNSENDABLE,
     FailingConnector,
     Fault,
     faults,
@@ -351,6 +353,60 @@ def test_an_engine_ends_whatever_its_connector_does(
     assert not faults
     assert runner.pool.numel() == 0
     assert "FailingConnector.shutdown failed" in caplog.text
+
+
+@pytest.mark.parametrize("hook", ["request_finished", "take_failures"])
+def test_errors_of_any_class(hook: str, checkpoint: Checkpoint) -> None:
+    """They may have no text, a long one, or stand for the end of a coroutine."""
+    arguments: dict[str, Any] = {"block_size": 16, "kv_transfer_config": failing()}
+    with engine(checkpoint("llama"), **arguments) as llm:
+        expected = results(llm)
+        for kind in sorted(ODD_ERRORS.keys() - {"cannot be encoded"}):  # nor can the test's log
+            faults.append(Fault(hook, kind))
+            found = results(llm)
+            assert not faults
+            assert found[0].kind is FailureKind.CONNECTOR_FAILED, kind
+            assert f"the connector failed in {hook}: " in found[0].message
+            assert len(found[0].message.encode()) < 5000
+            if hook in OF_A_REQUEST:
+                assert found[1:] == expected[1:]
+            assert results(llm) == expected
+
+
+def test_replies_that_cannot_be_sent(checkpoint: Checkpoint) -> None:
+    """As :func:`test_odd_faults_in_a_process_of_its_own`, in the caller's process."""
+    config = failing() | {"kv_connector": "UnsendableConnector"}
+    with engine(checkpoint("llama"), block_size=16, kv_transfer_config=config) as llm:
+        for _ in UNSENDABLE:
+            failed, *others = results(llm)
+            assert "cannot be sent to another process" in failed.message
+            assert all(isinstance(one, list) for one in others)
+        assert all(isinstance(one, list) for one in results(llm))
+
+
+def test_odd_faults_in_a_process_of_its_own(checkpoint: Checkpoint) -> None:
+    """The engine goes on, whatever a connector raises or returns that no message can carry."""
+    told = [["request_finished", kind] for kind in ODD_ERRORS]
+    config = failing(faults=told) | {"kv_connector": "UnsendableConnector"}
+    arguments: dict[str, Any] = {"max_model_len": 128, "kv_cache_memory_bytes": 2**24}
+    folder = str(checkpoint("llama"))
+    args = AsyncEngineArgs(model=folder, kv_transfer_config=config, **arguments)
+
+    async def serve() -> list[Any]:
+        llm = AsyncLLM.from_engine_args(args)
+        found = []
+        for index in range(len(told) + len(UNSENDABLE) + 1):
+            stream = llm.generate(PROMPTS[0], greedy(3), f"request {index}")
+            (*_, last) = [output async for output in stream]
+            found.append(last.outputs[0])
+        await llm.shutdown()
+        return found
+
+    *failed, good = asyncio.run(serve())
+    for one in failed:
+        assert one.failure.kind is FailureKind.CONNECTOR_FAILED
+        assert "the connector failed in request_finished: " in one.failure.message
+    assert good.failure is None and len(good.token_ids) == 3
 
 
 @pytest.mark.parametrize("hook", ["on_new_request", "request_finished"])
