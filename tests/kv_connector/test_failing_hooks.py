@@ -303,6 +303,36 @@ def test_connectors_beside_one_that_fails(
     assert {str(file) for file in tmp_path.iterdir()} == named
 
 
+def test_a_file_that_was_reported_when_its_request_is_dropped(
+    checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is removed: no reply names it. The report may be on its way when a limit of time ends, or
+    the client goes away."""
+    with engine(checkpoint("llama"), **extraction_config([1, 2], tmp_path)) as llm:
+        deliveries = core_of(llm).scheduler._deliveries
+        take_saves = deliveries.take_saves
+
+        def drop_first(report: Any) -> None:
+            for request_id in report.finished_sending:
+                deliveries.drop(deliveries._requests[request_id])
+            take_saves(report)
+
+        monkeypatch.setattr(deliveries, "take_saves", drop_first)
+        (output,) = llm.generate(PROMPTS[:1], greedy(1), use_tqdm=False)
+        assert output.outputs[0].finish_reason == "abort"
+        monkeypatch.undo()
+        outputs = llm.generate(PROMPTS[1:], greedy(2), use_tqdm=False)
+        files = {str(file) for file in tmp_path.glob("*.safetensors")}
+        assert files == set(map(path_of, outputs))
+        llm.generate(PROMPTS[1:], greedy(2), use_tqdm=False)
+        saver = core_of(llm).executor.worker.model_runner.connector.connector._saver
+        assert len(saver._reported) <= 2  # those of the last call
+
+
+def path_of(output: Any) -> str:
+    return str(output.kv_transfer_params["hidden_states_path"])
+
+
 def multi_of(loader: Any, other: Any) -> MultiConnector:
     """A scheduler side whose first connector loads a request."""
     connector = MultiConnector.__new__(MultiConnector)
