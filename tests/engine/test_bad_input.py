@@ -138,6 +138,15 @@ def test_transfer_params_have_to_be_a_dict() -> None:
             greedy(extra_args={"kv_transfer_params": value})
 
 
+def test_transfer_params_that_are_nested_deeply(serving: Serving) -> None:
+    params: dict[str, Any] = {}
+    for _ in range(700):
+        params = {"more": params}
+    with pytest.raises(ValueError, match=r"kv_transfer_params: .* nested too deeply"):
+        run(serving.llm, [GOOD, GOOD], [greedy(), transfer(**params)])
+    serving.check_goes_on()
+
+
 def test_requests_of_one_call_cannot_share_a_path(serving: Serving) -> None:
     """Also when they would run one after the other: the first file would be lost."""
     with pytest.raises(ValueError, match=r"prompt 1: .*is being written by another request"):

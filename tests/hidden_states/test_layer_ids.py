@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm.entrypoints.cli.main import main
-from vllm.hidden_states.layer_ids import Layers, resolve_layer_ids
+from vllm.hidden_states.layer_ids import Layers, layer_items, resolve_layer_ids
 
 
 @pytest.mark.parametrize(
@@ -52,6 +52,18 @@ from vllm.hidden_states.layer_ids import Layers, resolve_layer_ids
 )
 def test_what_it_means(spec: Layers, num_layers: int, expected: list[int]) -> None:
     assert resolve_layer_ids(spec, num_layers) == tuple(expected)
+
+
+def test_items_are_of_python_s_own_classes() -> None:
+    """They are keys of a cache, which would keep others alive."""
+
+    class Number(int): ...
+
+    class Text(str): ...
+
+    items = layer_items([Number(3), Text("last"), np.int64(1)])  # type: ignore[list-item]
+    assert items == (3, "last", 1)
+    assert [type(item) for item in items] == [int, str, int]
 
 
 @pytest.mark.parametrize(

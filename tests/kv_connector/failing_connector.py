@@ -6,21 +6,38 @@ is ``PROMPT``, in others at the next call. The option ``fault`` sets it in anoth
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from tests.engine.harness import random_prompts
 from tests.kv_connector.slot_connector import SlotConnector
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 PROMPTS = [p["prompt_token_ids"] for p in random_prompts(97, [60, 90, 70])]
 """The first one is to fail; each is longer than what the connector keeps."""
 
 
+class SilentError(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("it has no text")
+
+
+ODD_ERRORS: dict[str, Callable[[], BaseException]] = {
+    "is silent": SilentError,
+    "cannot be encoded": lambda: RuntimeError("half a character: \ud800"),
+    "is long": lambda: RuntimeError("x" * 10**6),
+    "was cancelled": asyncio.CancelledError,
+    "ends a generator": GeneratorExit,
+    "ends an iteration": StopIteration,
+}
+
+
 class Fault(NamedTuple):
     hook: str
     kind: str
-    """ "hangs" or "raises" """
+    """ "hangs", "raises", or a key of ODD_ERRORS """
     role: str = ""
     """Name of the role that fails; of most hooks there is only one."""
     num_good: int = 0
@@ -40,6 +57,8 @@ def fail_in(connector: Any, hook: str, request: Any = None) -> None:
             if fault.num_good:
                 faults.append(fault._replace(num_good=fault.num_good - 1))
                 return
+            if fault.kind in ODD_ERRORS:
+                raise ODD_ERRORS[fault.kind]()
             if fault.kind == "raises":
                 raise RuntimeError(f"{hook} is out of order")
             threading.Event().wait()
@@ -59,6 +78,9 @@ class FailingConnector(SlotConnector):
         super().__init__(vllm_config, role, kv_cache_config)
         if told := self._kv_transfer_config.get_from_extra_config("fault", None):
             faults.append(Fault(*told))
+        told = self._kv_transfer_config.get_from_extra_config("faults", [])
+        if role is KVConnectorRole.SCHEDULER:  # once in their process
+            faults.extend(Fault(*one) for one in told)
 
     def handle_preemptions(self, preempted_req_ids: set[str]) -> None:  # type: ignore[override]
         fail_in(self, "handle_preemptions")
@@ -97,3 +119,23 @@ def _failing(hook: str, *, gets_request: bool) -> Callable[..., Any]:
 
 for name in OF_A_REQUEST + OF_A_STEP + ELSEWHERE:
     setattr(FailingConnector, name, _failing(name, gets_request=name in OF_A_REQUEST))
+
+
+UNSENDABLE: list[Any] = [{"text": "\ud800"}, {"number": 2**80}, {"f": len}, {1: 2}]
+UNSENDABLE[2]["itself"] = UNSENDABLE[2]
+
+
+class UnsendableConnector(FailingConnector):
+    """Then replies to that prompt which no other process can read, one after another."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._params = list(UNSENDABLE)
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> Any:
+        answer = super().request_finished(request, block_ids)
+        is_its_turn = list(request.prompt_token_ids) == PROMPTS[0] and self._params
+        return (False, self._params.pop()) if is_its_turn else answer
+
+    def take_events(self) -> Any:
+        return ({"text": "\ud800"},)

@@ -18,9 +18,11 @@ import torch
 from tests.engine.harness import core_of, engine, extraction_config, greedy, rows_of
 from tests.kv_connector import failing_connector, slot_connector
 from tests.kv_connector.failing_connector import (
+    ODD_ERRORS,
     OF_A_REQUEST,
     OF_A_STEP,
     PROMPTS,
+    UNSENDABLE,
     FailingConnector,
     Fault,
     faults,
@@ -301,6 +303,36 @@ def test_connectors_beside_one_that_fails(
     assert {str(file) for file in tmp_path.iterdir()} == named
 
 
+def test_a_file_that_was_reported_when_its_request_is_dropped(
+    checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is removed: no reply names it. The report may be on its way when a limit of time ends, or
+    the client goes away."""
+    with engine(checkpoint("llama"), **extraction_config([1, 2], tmp_path)) as llm:
+        deliveries = core_of(llm).scheduler._deliveries
+        take_saves = deliveries.take_saves
+
+        def drop_first(report: Any) -> None:
+            for request_id in report.finished_sending:
+                deliveries.drop(deliveries._requests[request_id])
+            take_saves(report)
+
+        monkeypatch.setattr(deliveries, "take_saves", drop_first)
+        (output,) = llm.generate(PROMPTS[:1], greedy(1), use_tqdm=False)
+        assert output.outputs[0].finish_reason == "abort"
+        monkeypatch.undo()
+        outputs = llm.generate(PROMPTS[1:], greedy(2), use_tqdm=False)
+        files = {str(file) for file in tmp_path.glob("*.safetensors")}
+        assert files == set(map(path_of, outputs))
+        llm.generate(PROMPTS[1:], greedy(2), use_tqdm=False)
+        saver = core_of(llm).executor.worker.model_runner.connector.connector._saver
+        assert len(saver._reported) <= 2  # those of the last call
+
+
+def path_of(output: Any) -> str:
+    return str(output.kv_transfer_params["hidden_states_path"])
+
+
 def multi_of(loader: Any, other: Any) -> MultiConnector:
     """A scheduler side whose first connector loads a request."""
     connector = MultiConnector.__new__(MultiConnector)
@@ -351,6 +383,60 @@ def test_an_engine_ends_whatever_its_connector_does(
     assert not faults
     assert runner.pool.numel() == 0
     assert "FailingConnector.shutdown failed" in caplog.text
+
+
+@pytest.mark.parametrize("hook", ["request_finished", "take_failures"])
+def test_errors_of_any_class(hook: str, checkpoint: Checkpoint) -> None:
+    """They may have no text, a long one, or stand for the end of a coroutine."""
+    arguments: dict[str, Any] = {"block_size": 16, "kv_transfer_config": failing()}
+    with engine(checkpoint("llama"), **arguments) as llm:
+        expected = results(llm)
+        for kind in sorted(ODD_ERRORS.keys() - {"cannot be encoded"}):  # nor can the test's log
+            faults.append(Fault(hook, kind))
+            found = results(llm)
+            assert not faults
+            assert found[0].kind is FailureKind.CONNECTOR_FAILED, kind
+            assert f"the connector failed in {hook}: " in found[0].message
+            assert len(found[0].message.encode()) < 5000
+            if hook in OF_A_REQUEST:
+                assert found[1:] == expected[1:]
+            assert results(llm) == expected
+
+
+def test_replies_that_cannot_be_sent(checkpoint: Checkpoint) -> None:
+    """As :func:`test_odd_faults_in_a_process_of_its_own`, in the caller's process."""
+    config = failing() | {"kv_connector": "UnsendableConnector"}
+    with engine(checkpoint("llama"), block_size=16, kv_transfer_config=config) as llm:
+        for _ in UNSENDABLE:
+            failed, *others = results(llm)
+            assert "cannot be sent to another process" in failed.message
+            assert all(isinstance(one, list) for one in others)
+        assert all(isinstance(one, list) for one in results(llm))
+
+
+def test_odd_faults_in_a_process_of_its_own(checkpoint: Checkpoint) -> None:
+    """The engine goes on, whatever a connector raises or returns that no message can carry."""
+    told = [["request_finished", kind] for kind in ODD_ERRORS]
+    config = failing(faults=told) | {"kv_connector": "UnsendableConnector"}
+    arguments: dict[str, Any] = {"max_model_len": 128, "kv_cache_memory_bytes": 2**24}
+    folder = str(checkpoint("llama"))
+    args = AsyncEngineArgs(model=folder, kv_transfer_config=config, **arguments)
+
+    async def serve() -> list[Any]:
+        llm = AsyncLLM.from_engine_args(args)
+        found = []
+        for index in range(len(told) + len(UNSENDABLE) + 1):
+            stream = llm.generate(PROMPTS[0], greedy(3), f"request {index}")
+            (*_, last) = [output async for output in stream]
+            found.append(last.outputs[0])
+        await llm.shutdown()
+        return found
+
+    *failed, good = asyncio.run(serve())
+    for one in failed:
+        assert one.failure.kind is FailureKind.CONNECTOR_FAILED
+        assert "the connector failed in request_finished: " in one.failure.message
+    assert good.failure is None and len(good.token_ids) == 3
 
 
 @pytest.mark.parametrize("hook", ["on_new_request", "request_finished"])

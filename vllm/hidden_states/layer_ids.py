@@ -112,7 +112,8 @@ def preset_layer_ids(num_hidden_layers: int) -> dict[str, tuple[LayerId, ...] | 
 
 
 def layer_items(spec: Layers) -> tuple[int | str, ...]:
-    """Return the items of ``spec``, which can be hashed."""
+    """Return the items of ``spec``, which can be hashed, as numbers and texts of Python's own
+    classes."""
     if isinstance(spec, str):
         return tuple(spec.split(","))
     try:
@@ -121,12 +122,12 @@ def layer_items(spec: Layers) -> tuple[int | str, ...]:
         )
     except TypeError:  # a 0-d tensor
         items = (spec,)
-    for item in items:  # a cache of results would take True for 1
+    for item in items:  # a cache of results would take True for 1, and keep other classes alive
         if isinstance(item, bool) or not isinstance(item, Integral | str):
             raise ValueError(
                 f"layers: {brief(item)} is not a layer id; use whole numbers from 0 up"
             )
-    return items
+    return tuple(str(item) if isinstance(item, str) else int(item) for item in items)
 
 
 def _resolve_item(item: int | str, last: int) -> Sequence[LayerId]:

@@ -1,4 +1,4 @@
-"""Suggestions for error messages, and safe file names."""
+"""Texts of error messages, and safe file names."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 _UNSAFE = re.compile(r"[^A-Za-z0-9._-]")
 _HASHED_ENDING = re.compile(r"-[0-9a-f]{16}$")
 _MAX_NAME_LENGTH = 160
+_MAX_MESSAGE_LENGTH = 4000
 _BRIEF = reprlib.Repr()
 _BRIEF.maxstring = _BRIEF.maxother = _BRIEF.maxlong = 200
 _BRIEF.maxlist = _BRIEF.maxtuple = _BRIEF.maxset = _BRIEF.maxdict = 10
@@ -21,6 +22,25 @@ _BRIEF.maxlist = _BRIEF.maxtuple = _BRIEF.maxset = _BRIEF.maxdict = 10
 def brief(value: object) -> str:
     """Return ``repr(value)``; long texts and lists in it are cut, however large they are."""
     return _BRIEF.repr(value)
+
+
+def message_of(error: BaseException) -> str:
+    """Return the message of an exception of any class: text that can be encoded, and is not long.
+
+    A class of another package may have a ``__str__`` that raises.
+    """
+    try:
+        message = str(error)
+    except Exception:
+        message = "(its message cannot be read)"
+    if len(message) > _MAX_MESSAGE_LENGTH:
+        message = f"{message[:_MAX_MESSAGE_LENGTH]}..."
+    return message.encode(errors="backslashreplace").decode()
+
+
+def error_text(error: BaseException) -> str:
+    """Return class and message of an exception of any class; see :func:`message_of`."""
+    return f"{type(error).__name__}: {message_of(error)}"
 
 
 def check_truth_values(**options: object) -> None:

@@ -78,7 +78,13 @@ class Request:
         self.arrival_order = 0
         """Order among requests of one rank; set by the queue."""
         extra = message.sampling_params.extra_args or {}
-        self.kv_transfer_params: dict[str, Any] | None = deepcopy(extra.get("kv_transfer_params"))
+        try:
+            params: dict[str, Any] | None = deepcopy(extra.get("kv_transfer_params"))
+        except RecursionError:
+            raise ValueError(
+                "kv_transfer_params: lists and dicts in it are nested too deeply to be copied"
+            ) from None
+        self.kv_transfer_params = params
         """The request's own copy, since connectors write into it; settings may be shared."""
         self.cache_salt = message.cache_salt
         self.prompt_embeds = message.prompt_embeds

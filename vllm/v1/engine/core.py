@@ -27,6 +27,7 @@ from vllm.steering import SteeringSpec, check_fit
 from vllm.utils.boundaries import NORM, LayerId, num_layers_to_run
 from vllm.utils.interrupts import is_interrupt
 from vllm.utils.math_utils import cdiv
+from vllm.utils.text import error_text
 from vllm.v1.cache_kinds.base import KVCacheConfig
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import (
@@ -438,7 +439,7 @@ def _failure_of(error: BaseException) -> Failure:
     kind = kind_of(error, FailureKind.STEP_FAILED)
     if isinstance(error, torch.OutOfMemoryError):
         kind = FailureKind.OUT_OF_MEMORY
-    return Failure(kind, f"{type(error).__name__}: {error}")
+    return Failure(kind, error_text(error))
 
 
 SNAPSHOT_GRAIN_TOKENS = 64

@@ -34,6 +34,7 @@ from vllm.utils import pickling
 from vllm.utils.child_process import receive_settings
 from vllm.utils.gc_utils import settle_garbage_collector
 from vllm.utils.mem_utils import return_freed_memory
+from vllm.utils.text import error_text, message_of
 from vllm.v1.core.kv_cache_utils import describe
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
 from vllm.v1.engine.core import EngineCore
@@ -166,23 +167,24 @@ class CoreProcess:
             answers=self._answers,
             stats=self.core.stats(),
             wave=wave,
-            kv_connector_stats=[
-                stats["data"] for stats in self._plain(result.kv_connector_stats) or []
-            ],
-            kv_cache_events=self._plain(result.kv_cache_events) or [],
         )
         self._answers = []
-        self._reports.send_multipart(self._encoder.encode(report), copy=False)
+        self._reports.send_multipart(self._encoded(report, result), copy=False)
 
-    def _plain(self, value: Any) -> Any:
-        """Convert a connector's value for a message; None, with a warning, if that fails."""
+    def _encoded(self, report: CoreReport, result: EngineCoreOutputs) -> list[bytes | memoryview]:
+        """Encode a report with the connector's stats and events; without them if that fails."""
         try:
-            return msgspec.to_builtins(value)
+            stats = msgspec.to_builtins(result.kv_connector_stats)
+            report.kv_connector_stats = [one["data"] for one in stats]
+            report.kv_cache_events = msgspec.to_builtins(result.kv_cache_events)
+            return self._encoder.encode(report)
         except Exception as error:
             if not self._has_warned:
                 self._has_warned = True
-                logger.warning("stats or events of the KV connector are dropped: %s", error)
-            return None
+                message = message_of(error)
+                logger.warning("stats or events of the KV connector are dropped: %s", message)
+            report.kv_connector_stats, report.kv_cache_events = [], []
+            return self._encoder.encode(report)
 
     def _take_commands(self) -> dict[str, Failure] | None:
         """Carry out the commands that have arrived; wait for one when the core is idle.
@@ -209,7 +211,7 @@ class CoreProcess:
                 except ValueError as error:
                     is_early = isinstance(error, NotReadyError)
                     kind = FailureKind.NOT_READY if is_early else FailureKind.BAD_REQUEST
-                    refusal = Failure(kind, str(error))
+                    refusal = Failure(kind, message_of(error))
                     rejected[command.request.request_id] = refusal
             elif isinstance(command, AbortRequests):
                 self.core.abort_requests(command.request_ids)
@@ -246,7 +248,7 @@ class CoreProcess:
             kind = FailureKind.BAD_REQUEST if is_refusal else FailureKind.STEP_FAILED
             if not is_refusal:
                 logger.exception("a call of the workers failed")
-            text = str(error) if is_refusal else f"{type(error).__name__}: {error}"
+            text = message_of(error) if is_refusal else error_text(error)
             return CallAnswer(command.number, failure=Failure(kind, text))
 
 
@@ -292,11 +294,10 @@ def _start_core(settings: CoreSettings) -> tuple[EngineCore | None, CoreStarted]
             )
         core = EngineCore(settings.vllm_config)
     except ValueError as error:
-        return None, CoreStarted(failure=Failure(FailureKind.BAD_REQUEST, str(error)))
+        return None, CoreStarted(failure=Failure(FailureKind.BAD_REQUEST, message_of(error)))
     except Exception as error:
         logger.exception("the engine core could not start")
-        message = f"{type(error).__name__}: {error}"
-        return None, CoreStarted(failure=Failure(FailureKind.NOT_STARTED, message))
+        return None, CoreStarted(failure=Failure(FailureKind.NOT_STARTED, error_text(error)))
     plan = core.kv_cache_config
     return core, CoreStarted(
         max_model_len=settings.vllm_config.model_config.max_model_len,

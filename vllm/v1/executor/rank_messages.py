@@ -12,6 +12,7 @@ from vllm.distributed.broadcast import BroadcastPlace
 from vllm.distributed.communicators import GroupClosedError
 from vllm.exceptions import Failure, FailureError, FailureKind, kind_of
 from vllm.logger import LogFormat
+from vllm.utils.text import error_text, message_of
 from vllm.v1.executor.gloo_wiring import GlooWiring
 from vllm.v1.executor.node_links import SocketPlace
 from vllm.v1.executor.rank_wiring import Wiring
@@ -71,7 +72,7 @@ def failed_answer(number: int, error: BaseException) -> RankAnswer:
     was_cut_off, is_refusal = (isinstance(error, c) for c in (GroupClosedError, ValueError))
     kind = FailureKind.BAD_REQUEST if is_refusal else kind_of(error, FailureKind.STEP_FAILED)
     says_all = is_refusal or isinstance(error, FailureError)
-    failure = Failure(kind, str(error) if says_all else f"{type(error).__name__}: {error}")
+    failure = Failure(kind, message_of(error) if says_all else error_text(error))
     return RankAnswer(number, failure=failure, was_cut_off=was_cut_off)
 
 

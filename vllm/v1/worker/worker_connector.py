@@ -14,6 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.utils import copy_kv_blocks
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     call_handle_preemptions,
+    check_sendable,
     checked_pair,
     hook_limit,
 )
@@ -255,6 +256,8 @@ def _dict_of(answer: object, kind: type[T]) -> dict[str, T]:
         return {}
     if not isinstance(answer, dict) or not all(isinstance(one, kind) for one in answer.values()):
         raise TypeError(f"the answer {brief(answer)} has to be a dict of {kind.__name__}, or None")
+    if answer:
+        check_sendable(answer, dict[str, kind])  # type: ignore[valid-type]
     return answer
 
 

@@ -105,6 +105,8 @@ class Loads:
         """
         answer = self.connector.get_num_new_matched_tokens(request, num_found)
         num_tokens, in_background = checked_pair(answer, "(tokens or None, in the background)")
+        if isinstance(num_tokens, bool):
+            raise TypeError(f"{num_tokens} is no number of tokens")
         if num_tokens is not None:
             num_tokens = operator.index(num_tokens)
         since = self._undecided.setdefault(request.request_id, time.monotonic())

@@ -16,6 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.exceptions import Failure, FailureError, FailureKind, kind_of
 from vllm.logger import init_logger
+from vllm.utils.text import error_text
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.outputs import KVConnectorOutput
@@ -122,7 +123,7 @@ class ConnectorCalls:
     def has_pending_push_work(self) -> bool:
         """Return whether the connector wants steps without requests; False when it fails."""
         hook = "has_pending_push_work"
-        return self._ask(hook, self.connector.has_pending_push_work, False)
+        return self._ask(hook, lambda: bool(self.connector.has_pending_push_work()), False)
 
     def shutdown(self) -> None:
         """Let the connector end what it has begun; the engine ends even if that fails."""
@@ -133,4 +134,4 @@ def hook_failure(hook: str, error: Exception) -> Failure:
     """Return the failure of requests that are affected by a hook that raised."""
     cause = (isinstance(error, StillReadingError) and error.__cause__) or error
     kind = kind_of(cause, FailureKind.CONNECTOR_FAILED)
-    return Failure(kind, f"the connector failed in {hook}: {type(cause).__name__}: {cause}")
+    return Failure(kind, f"the connector failed in {hook}: {error_text(cause)}")

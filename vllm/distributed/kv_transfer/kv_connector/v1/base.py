@@ -57,11 +57,14 @@ from __future__ import annotations
 import enum
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from asyncio import CancelledError
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from vllm.utils.text import brief
+import msgspec
+
+from vllm.utils.text import brief, error_text, message_of
 from vllm.utils.time_limit import time_limit
 
 if TYPE_CHECKING:
@@ -169,6 +172,7 @@ def call_request_finished(
     is_delayed, params = checked_pair(answer, "(blocks are kept, kv_transfer_params or None)")
     if params is not None and not isinstance(params, dict):
         raise TypeError(f"kv_transfer_params={brief(params)} has to be a dict or None")
+    check_sendable(params, dict[str, Any] | None)
     return bool(is_delayed), params
 
 
@@ -178,6 +182,16 @@ def checked_pair(answer: object, meaning: str) -> tuple[Any, Any]:
         raise TypeError(f"the answer {brief(answer)} has to be {meaning}")
     first, second = answer
     return first, second
+
+
+def check_sendable(answer: object, kind: Any) -> None:
+    """Raise TypeError unless a hook's answer can be sent to another process as a ``kind``."""
+    try:
+        msgspec.msgpack.decode(msgspec.msgpack.encode(answer), type=kind)
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise TypeError(
+            f"the answer {brief(answer)} cannot be sent to another process: {message_of(error)}"
+        ) from None
 
 
 def call_handle_preemptions(
@@ -191,9 +205,18 @@ def call_handle_preemptions(
         connector.handle_preemptions(metadata)
 
 
-def hook_limit(connector: object, hook: str, seconds: float | None) -> AbstractContextManager[None]:
-    """A context that raises TimeoutError, which names the hook, after ``seconds``; None: never."""
-    return time_limit(seconds, f"{type(connector).__name__}.{hook} (kv_timeout_seconds)")
+@contextmanager
+def hook_limit(connector: object, hook: str, seconds: float | None) -> Iterator[None]:
+    """A context that raises TimeoutError, which names the hook, after ``seconds``; None: never.
+
+    What ends coroutines and generators is an error like others here: a hook may wait for a
+    coroutine of its own that was cancelled.
+    """
+    with time_limit(seconds, f"{type(connector).__name__}.{hook} (kv_timeout_seconds)"):
+        try:
+            yield
+        except (CancelledError, GeneratorExit, StopIteration) as error:
+            raise RuntimeError(error_text(error)) from None
 
 
 class ConnectorCapabilities(NamedTuple):

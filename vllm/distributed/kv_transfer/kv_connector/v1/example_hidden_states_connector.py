@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
-    from vllm.v1.outputs import SaveStats
+    from vllm.v1.outputs import KVConnectorOutput, SaveStats
     from vllm.v1.request import Request
     from vllm.v1.rows.destinations import RowDestination
 
@@ -299,6 +299,9 @@ class ExampleHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
 
     def take_rows_back(self, request_id: str) -> None:
         self._tracker.take_rows_back(request_id)
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        self._tracker.take_report(connector_output.finished_sending)
 
     def request_finished(
         self, request: Request, block_ids: list[int]

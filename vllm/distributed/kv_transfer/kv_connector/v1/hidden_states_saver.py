@@ -100,6 +100,9 @@ class RowSaver:
         )
         self._changed: queue.SimpleQueue[RequestWriter] = queue.SimpleQueue()
         self._writers: dict[str, RequestWriter] = {}
+        self._reported: dict[str, RequestWriter] = {}
+        """Writers of :meth:`take_finished`, until the scheduler side has taken the report: it may
+        discard their requests before."""
         self._finishing: set[str] = set()
         self._without_rows: set[str] = set()
         """Requests that ended before any of their rows were computed."""
@@ -124,11 +127,13 @@ class RowSaver:
             else:
                 self._without_rows.add(request_id)
         for request_id in metadata.discarded:
-            writer = self._writers.get(request_id)
+            writer = self._writers.get(request_id) or self._reported.get(request_id)
             if writer is not None:
                 writer.discard()
                 if request_id not in self._finishing:  # else its end is still reported
-                    del self._writers[request_id]
+                    self._writers.pop(request_id, None)
+        for request_id in metadata.taken:
+            self._reported.pop(request_id, None)
 
     def take_finished(self, nothing_else_to_do: bool) -> set[str]:
         """Return the requests whose file is complete, or has failed, since the last call.
@@ -148,7 +153,7 @@ class RowSaver:
             if writer.failure is not None:
                 self._failures[request_id] = writer.failure
             if writer.is_over:
-                del self._writers[request_id]
+                self._reported[request_id] = self._writers.pop(request_id)
                 done.add(request_id)
         self._finishing -= done
         return done

@@ -59,6 +59,8 @@ class HiddenStatesMetadata(KVConnectorMetadata):
     """Token ids of requests whose file is to be completed, by request id."""
     discarded: list[str] = field(default_factory=list)
     """Requests whose data are to be removed."""
+    taken: set[str] = field(default_factory=set)
+    """Requests whose report was taken in: their data stay."""
     nothing_scheduled: bool = False
     """True if this step has no forward pass, so there is time to wait for the disk."""
 
@@ -123,6 +125,7 @@ class RowTracker:
         )
         self._finished: dict[str, list[int]] = {}
         self._discarded: list[str] = []
+        self._taken: set[str] = set()
 
     def check(self, request: Request) -> None:
         """Raise ValueError for ``kv_transfer_params`` that cannot be served."""
@@ -162,9 +165,10 @@ class RowTracker:
         metadata = HiddenStatesMetadata(
             finished=self._finished,
             discarded=self._discarded,
+            taken=self._taken,
             nothing_scheduled=step.total_num_scheduled_tokens == 0,
         )
-        self._finished, self._discarded = {}, []
+        self._finished, self._discarded, self._taken = {}, [], set()
         scheduled = step.num_scheduled_tokens
         for new in step.scheduled_new_reqs:
             if (progress := self._begin(new)) is None:
@@ -195,6 +199,10 @@ class RowTracker:
         if progress is not None:
             progress.num_rows_sent = progress.num_rows_before
             progress.first_block = progress.num_rows_before // self._rows_per_block
+
+    def take_report(self, finished_req_ids: set[str]) -> None:
+        """Note that requests whose data are complete cannot be discarded any more."""
+        self._taken |= finished_req_ids
 
     def finish(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
         """Handle the end of a request: the next step completes or removes its file.

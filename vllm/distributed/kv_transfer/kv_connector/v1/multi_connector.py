@@ -34,6 +34,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.multi_metrics import (
 from vllm.distributed.kv_transfer.kv_connector.v1.rank_share import has_part
 from vllm.exceptions import Failure
 from vllm.logger import init_logger
+from vllm.utils.text import error_text
 from vllm.v1.outputs import SaveStats
 
 if TYPE_CHECKING:
@@ -562,7 +563,7 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
         except Exception as error:
             if not awaited:
                 raise
-            raise StillReadingError(f"{type(error).__name__}: {error}") from error
+            raise StillReadingError(error_text(error)) from error
         finally:
             if awaited:
                 self._newly_awaited[request.request_id] = awaited

@@ -385,6 +385,8 @@ class SharedStorageConnector(PrefixConnector[FileToLoad, FileToSave]):
                     staged.unlink(missing_ok=True)
                 else:
                     self._blocks.publish(saved.keys, staged)
+            except FileNotFoundError:
+                logger.warning_once("blocks are not stored: another engine made room for its own")
             except OSError as error:
                 logger.warning_once("blocks are not stored: %s", error.strerror or error)
         self._staged.clear()
