@@ -21,6 +21,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm.hidden_states import ExtractRequest
 
 Checkpoint = Callable[..., Path]
+NEWER = "sentence_transformers.sentence_transformer.modules.normalize.Normalize"
 PROMPTS = random_prompts(57, [1, 17, 40, 97, 33])
 IDS = [prompt["prompt_token_ids"] for prompt in PROMPTS]
 POOLED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -155,7 +156,7 @@ def test_pooling_as_the_checkpoint_says(name: str, checkpoint: Checkpoint, tmp_p
         last = llm.embed(PROMPTS, "last", True, as_tensor=True)
         assert relative_error(last, normalize(expected(folder, "last"), dim=-1)) <= 1e-4
     modules = [module(index, kind) for index, kind in enumerate(("Transformer", "Pooling"))]
-    state(folder, modules=[*modules, {**module(2, "Normalize"), "type": "a.b.Normalize"}])
+    state(folder, modules=[*modules, {**module(2, "Normalize"), "type": NEWER}])
     with engine(folder) as llm:
         made = llm.embed(PROMPTS, as_tensor=True)
         assert relative_error(made, normalize(vectors, dim=-1)) <= 1e-4
@@ -170,6 +171,8 @@ def test_pooling_as_the_checkpoint_says(name: str, checkpoint: Checkpoint, tmp_p
         ({}, ["Pooling"], "says no pooling_mode"),
         ({"pooling_mode": "mean"}, ["Pooling", "Dense"], r"module 'sentence_.*\.Dense'"),
         ({"pooling_mode": "mean"}, [], "has no module Pooling"),
+        ({"pooling_mode": "mean"}, ["Normalize", "Pooling"], "Normalize, Pooling in this order"),
+        ({"pooling_mode": "mean"}, ["Pooling", "Pooling"], "Pooling, Pooling in this order"),
     ],
 )
 def test_pooling_that_cannot_be_done(
@@ -187,12 +190,50 @@ def test_pooling_that_cannot_be_done(
         assert len(llm.encode(PROMPTS, "token_embed")) == len(PROMPTS)
 
 
+def test_what_sentence_transformers_does_to_texts(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """Lower case, truncation, a model elsewhere and code of others are followed or refused."""
+    import shutil
+
+    folder = Path(shutil.copytree(checkpoint("llama"), tmp_path / "model"))
+    kinds = [module(0, "Transformer"), module(1, "Pooling")]
+    state(folder, modules=kinds, **{"1_Pooling__config": {"pooling_mode": "mean"}})
+    state(folder, sentence_bert_config={"max_seq_length": 32, "do_lower_case": False})
+    with engine(folder) as llm:
+        short = [ids[:32] for ids in IDS]
+        cut = llm.embed(IDS, truncate_prompt_tokens=-1, as_tensor=True)
+        assert torch.equal(cut, llm.embed(short, as_tensor=True))
+        assert torch.equal(cut, llm.embed(short, "mean", False, as_tensor=True))
+        whole = llm.embed(IDS, "mean", False, as_tensor=True)
+        assert relative_error(whole, expected(folder, "mean")) <= 1e-4
+        for options in ({}, {"truncate_prompt_tokens": 40}):
+            with pytest.raises(
+                ValueError, match=r"prompt 2: .* 40 tokens; this call takes 32, the max_seq"
+            ):
+                llm.embed(IDS, **options)  # type: ignore[call-overload]
+        assert len(llm.encode(IDS, "token_embed")) == len(IDS)
+        check_nothing_is_left(llm)
+    elsewhere = [{**kinds[0], "path": "0_Transformer"}, kinds[1]]
+    of_others = [kinds[0], {**kinds[1], "type": "custom.Pooling"}]
+    for files, problem in (
+        ({"sentence_bert_config": {"do_lower_case": True}}, "says do_lower_case"),
+        ({"sentence_bert_config": {"max_seq_length": "9"}}, "max_seq_length='9' has to be a"),
+        ({"modules": elsewhere}, "model in '0_Transformer'"),
+        ({"modules": of_others}, "module 'custom.Pooling'"),
+    ):
+        state(folder, **files)
+        with engine(folder) as llm, pytest.raises(ValueError, match=problem):
+            llm.embed(["A text"])
+
+
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
         ({"a": 1}, "modules.json is not a list of modules"),
         ([{"type": 5}], "modules.json is not a list of modules"),
-        ([module(1, "Pooling") | {"path": "../.."}], r"path '\.\./\.\.' leaves the checkpoint"),
+        (
+            [module(0, "Transformer"), module(1, "Pooling") | {"path": "../.."}],
+            r"path '\.\./\.\.' leaves the checkpoint",
+        ),
     ],
 )
 def test_damaged_files(content: Any, problem: str, checkpoint: Checkpoint, tmp_path: Path) -> None:

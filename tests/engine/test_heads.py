@@ -184,6 +184,8 @@ def test_unknown_heads_are_named(tmp_path: Path) -> None:
     for head, problem in (
         ({}, r"LlamaForSequenceClassification'\]: the checkpoint has no score\. or classifier\."),
         ({"score.0.weight": score}, r"has score\.0\.weight, score\.2\.weight"),
+        ({"score.dense.weight": score}, r"has score\.dense\.weight, which is no head"),
+        ({"score.weight": score / 0}, r"the head score\.weight has values that are not finite"),
         ({"score.weight": score[:2]}, r"does not fit config.json: num_labels=3, hidden_size=72"),
         ({"score.weight": score.to(torch.int8)}, r"weight 'score.weight' is torch.int8"),
     ):

@@ -12,6 +12,7 @@ import torch
 
 from tests.engine import rank_functions, test_ranks
 from tests.engine.harness import engine, greedy
+from tests.engine.test_heads import logits_of, make_head
 from tests.engine.test_ranks import (
     OPTIONS,
     PROMPTS,
@@ -163,6 +164,19 @@ def test_ranks_share_a_head_of_keys_and_values(family: str, tmp_path: Path) -> N
             found.append(list(llm.extract(PROMPTS, layers=[0, 3, 4, "norm"])))
     for whole, ours in zip(*found, strict=True):
         assert relative_error(ours.hidden_states, whole.hidden_states) < 1e-4
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("ranks", [TENSOR, STAGES])
+def test_classes_of_a_module_without_an_lm_head(ranks: dict[str, Any], tmp_path: Path) -> None:
+    """Ranks check their rows when they start, and not the logits of heads that nobody read."""
+    model = make_head(tmp_path, FAMILY, "sequence")
+    with engine(tmp_path, **MODULES, **ranks) as llm:
+        for prompt, made in zip(PROMPTS, llm.reward(PROMPTS), strict=True):
+            wanted = logits_of(model, prompt["prompt_token_ids"])
+            assert relative_error(made.outputs.data, wanted) <= 1e-4
+        with pytest.raises(ValueError, match=r"log-probabilities: the checkpoint has no lm_"):
+            list(llm.extract(PROMPTS, layers=1, top_logprobs=2))
 
 
 @pytest.mark.exhaustive

@@ -107,8 +107,12 @@ def test_rows_without_an_lm_head(family: str, kind: str, model_impl: str, tmp_pa
         (sample,) = llm.extract(prompts, layers=list(range(len(streams))))
         for rows, stream in zip(sample.hidden_states.unbind(1), streams, strict=True):
             assert relative_error(rows, stream) <= MOST_ERROR
-        with pytest.raises(ValueError, match=rf"{prefix}{kind} generates nothing.* no .*head"):
+        problem = rf"{prefix}{kind} generates nothing.* no .*head"
+        with pytest.raises(ValueError, match=problem):
             llm.generate(prompts, greedy(2), use_tqdm=False)
+        for count in (2, -1):  # the head's values would be made up
+            with pytest.raises(ValueError, match=problem):
+                list(llm.extract(prompts, layers=1, top_logprobs=count))
 
 
 @pytest.mark.parametrize("model_impl", ["auto", "transformers"])

@@ -13,6 +13,9 @@ if TYPE_CHECKING:
 VectorPooling = Literal["last", "mean"]
 _KINDS: dict[str, VectorPooling] = {"lasttoken": "last", "mean_tokens": "mean"}
 _MODE = "pooling_mode_"
+_ORDERS = (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"])
+_OF_TEXTS = "sentence_bert_config.json"
+"""The file of the module Transformer, about texts before they are tokens."""
 
 
 class StatedPooling(NamedTuple):
@@ -22,6 +25,8 @@ class StatedPooling(NamedTuple):
     normalize: bool = True
     problem: str | None = None
     """The reason why this engine cannot make these vectors; None: it can."""
+    most_tokens: int | None = None
+    """Length at which sentence-transformers truncates texts; None: the context's."""
 
 
 def read_pooling(model_config: ModelConfig) -> StatedPooling:
@@ -33,22 +38,33 @@ def read_pooling(model_config: ModelConfig) -> StatedPooling:
     modules = load_json(model_config.model, "modules.json", revision=revision, hf_token=token)
     if modules is None:
         return StatedPooling()
-    paths: dict[str, str] = {}
     try:
-        for module in modules:
-            kind = module["type"].rpartition(".")[2]
-            if kind not in ("Transformer", "Pooling", "Normalize"):
-                return StatedPooling(problem=f"modules.json has the module {module['type']!r}")
-            paths[kind] = str(module["path"])
-    except (TypeError, KeyError, AttributeError) as error:
+        types = [str(module["type"]) for module in modules]
+        kinds = [one.rpartition(".")[2] for one in types]
+        paths = {kind: str(one["path"]) for kind, one in zip(kinds, modules, strict=True)}
+    except (TypeError, KeyError) as error:
         raise ValueError(f"modules.json is not a list of modules: {error!r}") from error
+    for kind, name in zip(kinds, types, strict=True):
+        if kind not in _ORDERS[-1] or not name.startswith("sentence_transformers."):
+            return StatedPooling(problem=f"modules.json has the module {name!r}")
     normalizes = "Normalize" in paths
     if "Pooling" not in paths:
         return StatedPooling(normalize=normalizes, problem="modules.json has no module Pooling")
+    if kinds not in _ORDERS:
+        problem = f"modules.json has the modules {', '.join(kinds)} in this order"
+        return StatedPooling(normalize=normalizes, problem=problem)
+
+    if paths["Transformer"] not in ("", "."):
+        problem = f"modules.json has the model in {paths['Transformer']!r}"
+        return StatedPooling(normalize=normalizes, problem=problem)
+
+    def read(path: PurePosixPath | str) -> dict[str, Any] | None:
+        return load_json_file(model_config.model, str(path), revision=revision, hf_token=token)
+
     path = PurePosixPath(paths["Pooling"]) / "config.json"
     if path.is_absolute() or ".." in path.parts:
         raise ValueError(f"modules.json: the path {paths['Pooling']!r} leaves the checkpoint")
-    stated = load_json_file(model_config.model, str(path), revision=revision, hf_token=token)
+    stated = read(path)
     if stated is None:
         return StatedPooling(normalize=normalizes, problem=f"{path} is missing")
     modes = _modes(stated)
@@ -56,7 +72,16 @@ def read_pooling(model_config: ModelConfig) -> StatedPooling:
     if pooling is None:
         shown = " and ".join(modes) or "no pooling_mode"
         return StatedPooling(normalize=normalizes, problem=f"{path} says {shown}")
-    return StatedPooling(pooling, normalizes)
+    of_texts = read(_OF_TEXTS) or {}
+    if of_texts.get("do_lower_case"):
+        problem = f"{_OF_TEXTS} says do_lower_case, and texts are tokenised as they are"
+        return StatedPooling(pooling, normalizes, problem)
+    most_tokens = of_texts.get("max_seq_length")
+    if most_tokens is not None and (type(most_tokens) is not int or most_tokens < 1):
+        raise ValueError(
+            f"{_OF_TEXTS}: max_seq_length={most_tokens!r} has to be a number of tokens"
+        )
+    return StatedPooling(pooling, normalizes, most_tokens=most_tokens)
 
 
 def _modes(stated: dict[str, Any]) -> list[str]:

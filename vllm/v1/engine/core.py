@@ -221,13 +221,15 @@ class EngineCore:
             raise NotReadyError(reason)
         request = Request(message)
         needs_logits = (
-            request.max_tokens != 0 or request.sampling_params.prompt_logprobs is not None
+            request.max_tokens != 0
+            or request.sampling_params.prompt_logprobs is not None
+            or (message.extraction is not None and message.extraction.top_logprobs != 0)
         )
         if needs_logits and (reason := self.executor.no_head_reason()) is not None:
             raise ValueError(
                 f"{', '.join(self.vllm_config.model_config.architectures)} generates nothing and "
-                f"has no log-probabilities: {reason}; use extract(), or max_tokens=0 with a "
-                "connector, or a checkpoint that has its LM head"
+                f"has no log-probabilities: {reason}; use extract() without top_logprobs, or "
+                "max_tokens=0 with a connector, or a checkpoint that has its LM head"
             )
         if specs := message.sampling_params.steering_specs:
             self._check_steering(specs)

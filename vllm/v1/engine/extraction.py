@@ -242,6 +242,7 @@ class ExtractionFeed:
         if settings.most_tokens is not None and len(token_ids) > settings.most_tokens:
             raise ValueError(
                 f"the prompt has {len(token_ids)} tokens; this call takes {settings.most_tokens}"
+                f"{settings.most_tokens_advice}"
             )
         if settings.choose_positions is not None:
             positions = settings.choose_positions(token_ids)

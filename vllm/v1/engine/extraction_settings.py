@@ -59,6 +59,8 @@ class ExtractionSettings:
     """Finds the positions by the token ids of a prompt, instead of ``positions``."""
     most_tokens: int | None = None
     """Most tokens of a prompt; None: as many as the context holds."""
+    most_tokens_advice: str = ""
+    """The end of the error about a longer prompt."""
     priority: int = 0
     own_options: frozenset[str] | None = None
     """Options that an ExtractRequest may have beside its prompt; None: all."""

@@ -7,7 +7,7 @@ follows it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Literal, TypedDict, get_args
 
@@ -31,6 +31,11 @@ if TYPE_CHECKING:
 
 PoolingTask = Literal["embed", "classify", "token_embed", "token_classify"]
 Pooled = PoolingRequestOutput[PoolingOutput]
+_TOO_LONG = (
+    ", the max_seq_length of the checkpoint's sentence_bert_config.json; set "
+    "truncate_prompt_tokens=-1 to cut prompts there as sentence-transformers does, or "
+    "pooling='last' or 'mean' to take all tokens"
+)
 _OWN_OPTIONS = frozenset({"positions", "mask", "add_special_tokens", "lora_request"})
 
 
@@ -59,6 +64,7 @@ class PoolingOptions:
     add_special_tokens: bool = True
     most_tokens: int | None = None
     """Refuse prompts with more tokens; None: only the context limits them."""
+    most_tokens_advice: str = ""
 
     def __post_init__(self) -> None:
         for name, value, allowed in (
@@ -154,8 +160,23 @@ class Pooler:
         pooling: Pooling = "none" if is_each_token else options.pooling or stated.pooling
         normalizes = stated.normalize if options.normalize is None else options.normalize
         reduce = partial(_as_vectors, dimensions=options.dimensions, normalizes=normalizes)
+        if options.pooling is None and not is_each_token:
+            options = self._limited(options, stated.most_tokens)
         settings = _settings(options, pooling)
         return PoolingCall(settings, reduce if is_each_token else lambda rows: reduce(rows)[0])
+
+    def _limited(self, options: PoolingOptions, most_tokens: int | None) -> PoolingOptions:
+        """Refuse or truncate prompts beyond the length that the checkpoint's vectors are made of,
+        which is shorter than the context of many models."""
+        if most_tokens is None or most_tokens >= self._model_config.max_model_len:
+            return options
+        keep = options.truncate_prompt_tokens
+        return replace(
+            options,
+            truncate_prompt_tokens=most_tokens if keep == -1 else keep,
+            most_tokens=most_tokens,
+            most_tokens_advice=_TOO_LONG,
+        )
 
     def _check_dimensions(self, dimensions: int | None) -> None:
         if dimensions is None:
@@ -228,6 +249,7 @@ def _settings(
         truncation_side=options.truncation_side,
         choose_positions=None if head is None else head.positions,
         most_tokens=options.most_tokens,
+        most_tokens_advice=options.most_tokens_advice,
         own_options=_OWN_OPTIONS - ({"positions", "mask"} if head is not None else set()),
     )
 

@@ -79,8 +79,8 @@ def read_head(vllm_config: VllmConfig) -> Head:
     folder = checkpoint_folder(model_config, load_config, fetches=False)
     files = find_weight_files(folder, load_config.load_format)
     names = sorted({name for name in stored_names(files) if name.startswith(prefixes)})
-    leaves = {name.rpartition(".")[2] for name in names}
-    if "weight" not in leaves or len(leaves) < len(names) or not leaves <= {"weight", "bias"}:
+    leaves = [{name.removeprefix(prefix) for name in names} for prefix in prefixes]
+    if {"weight"} not in leaves and {"weight", "bias"} not in leaves:
         found = f"has {', '.join(names)}" if names else f"has no {' or '.join(prefixes)}*"
         raise ValueError(
             f"architectures={model_config.architectures}: the checkpoint {found}, which is no "
@@ -89,6 +89,8 @@ def read_head(vllm_config: VllmConfig) -> Head:
     tensors = dict(iterate_weights(files, names.__contains__))
     for name, tensor in tensors.items():
         check_dtype(name, tensor)
+        if not tensor.isfinite().all():
+            raise ValueError(f"the head {name} has values that are not finite")
     read = {name.rpartition(".")[2]: tensor.double() for name, tensor in tensors.items()}
     weight, bias = read["weight"], read.get("bias")
     hf_config, text_config = model_config.hf_config, model_config.hf_text_config

@@ -78,6 +78,8 @@ def _difference(runner: GPUModelRunner) -> str | None:
     first = runner.pipeline.stage.first_layer
     for place in range(len(expected[0])):
         layer_id = first + place
+        if layer_id > num_layers and runner.no_head_reason is not None:
+            continue  # each rank has made up the values of a head of its own
         pairs = zip(actual, expected, strict=True)
         error = max(_error(a[place], e[place], model_config.dtype) for a, e in pairs)
         most = _most_error(layer_id, model_config.dtype)
