@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
+from vllm import envs
 from vllm.model_classes import ModelRegistry, import_class
 from vllm.plugins import loaded_plugins
 from vllm.utils import random_uuid
@@ -71,6 +72,7 @@ def value_identity(vllm_config: VllmConfig, kernels: str) -> dict[str, Any]:
         "transformers": _transformers_version(model),
         "plugins": [_plugin(plugin) for plugin in loaded_plugins],
         "kernels": kernels,
+        **_asked_kernels(vllm_config),
         "tensor_parallel_size": ranks if ranks > 1 else None,
         "prefill_context_parallel_size": prefill if prefill > 1 else None,
         "enable_expert_parallel": spreads or None,
@@ -78,6 +80,16 @@ def value_identity(vllm_config: VllmConfig, kernels: str) -> dict[str, Any]:
         "values_version": VALUES_VERSION,
     }
     return {name: value for name, value in identity.items() if value not in (None, [], {})}
+
+
+def _asked_kernels(vllm_config: VllmConfig) -> dict[str, str | None]:
+    """Kernels of a device that compute only if they are asked for, beside its usual ones."""
+    backend, usual = vllm_config.attention_backend, vllm_config.device_config.platform
+    is_fla = vllm_config.device_config.device_type == "cuda" and envs.VLLM_GDN_BACKEND == "FLA"
+    return {
+        "attention_backend": backend if backend != usual.attention_backends[0] else None,
+        "delta_rule_backend": "FLA" if is_fla and vllm_config.model_config.is_hybrid else None,
+    }
 
 
 def _config(model: ModelConfig) -> dict[str, Any]:
