@@ -207,13 +207,22 @@ def _transformers_version(model: ModelConfig) -> str | None:
 
 
 def _plugin(plugin: EntryPoint) -> dict[str, str]:
-    file = sys.modules[plugin.module].__file__
     return {
         "name": plugin.name,
         "value": plugin.value,
         "version": plugin.dist.version if plugin.dist is not None else "",
-        "code": _digest_of_files([Path(file)] if file else []),
+        "code": _digest_of_files(_files_of_package(plugin.module)),
     }
+
+
+def _files_of_package(module: str) -> set[Path]:
+    """All files of the outermost package of a module, because functions import when they run; the
+    module's own file if there is no package or its code is not digested."""
+    package, file = module.partition(".")[0], sys.modules[module].__file__
+    spec = None if package in _WITHOUT_CODE else sys.modules[package].__spec__
+    folders = (spec and spec.submodule_search_locations) or ()
+    found = {path for folder in folders for path in Path(folder).rglob("*.py")}
+    return found or ({Path(file)} if file else set())
 
 
 def _digest_of_files(files: Iterable[Path]) -> str:
