@@ -163,6 +163,31 @@ def test_plugins(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert of(folder) != before
 
 
+def test_the_code_of_a_plugin(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All modules of a package count, also one that a function imports."""
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "alone.py").write_text("def register():\n    pass\n")
+    package = tmp_path / "extension"
+    (package / "layers").mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    lines = "def register():\n    from extension.layers.patches import apply\n    apply()\n"
+    (package / "entry.py").write_text(lines)
+    found = []
+    for number in (1, 2, 1):
+        patches = f"VALUE = {number}\ndef apply():\n    pass\n"
+        (package / "layers" / "patches.py").write_text(patches)
+        for value in ("extension.entry:register", "alone:register"):
+            plugin = EntryPoint("own", value, plugins.GENERAL_PLUGINS_GROUP)
+            plugin.load()()
+            monkeypatch.setattr(identity, "loaded_plugins", [plugin])
+            (stated,) = of(folder)["plugins"]
+            found.append(stated["code"])
+    assert found[0] == found[4] != found[2]
+    assert len({found[0], *found[1::2]}) == 2
+
+
 def test_code_that_comes_with_the_checkpoint(folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     config["auto_map"] = {"AutoModelForCausalLM": "modeling_own.Own"}

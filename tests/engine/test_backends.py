@@ -17,6 +17,8 @@ pytest.importorskip("triton")
 from tests.engine.fake_card import fake_card
 from tests.engine.harness import core_of, engine, greedy, random_prompts
 from tests.worker.test_recorded_steps import Recorder
+from vllm.config.identity import value_identity
+from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.attention import attention
 from vllm.ops.attention import paged_attention
 from vllm.ops.backends import check_attention_backend
@@ -184,3 +186,25 @@ def test_what_recorded_steps_do_instead_is_said_once(
         assert core_of(llm).executor.worker.model_runner.recorded_steps is not None
         llm.generate(random_prompts(3, [9, 8]), greedy(4), use_tqdm=False)
     assert caplog.text.count("recorded decode steps attend through TRITON_ATTN") == times
+
+
+def test_identity_of_values(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels that are asked for change it; the usual ones are left out, asked for or not."""
+    hybrid, llama = checkpoint("qwen3_5"), checkpoint("llama", head_dim=64)
+
+    def of(folder: Path, **arguments: Any) -> dict[str, Any]:
+        with fake_card(monkeypatch):
+            arguments = {"model": str(folder), **ON_A_CARD, **arguments}
+            return value_identity(EngineArgs(**arguments).create_engine_config(), "triton")
+
+    usual = {folder: of(folder) for folder in (hybrid, llama)}
+    assert of(llama, attention_backend="TRITON_ATTN") == usual[llama]
+    asked = {"attention_backend": "FLASHINFER"}
+    assert of(llama, **asked) == {**usual[llama], **asked}
+    monkeypatch.setenv("VLLM_ATTENTION_BACKEND", "FLASHINFER")
+    assert of(llama) == {**usual[llama], **asked}
+    monkeypatch.delenv("VLLM_ATTENTION_BACKEND")
+    for name, found in (("FLA", {"delta_rule_backend": "FLA"}), ("TRITON", {})):
+        monkeypatch.setenv("VLLM_GDN_BACKEND", name)
+        assert of(hybrid) == {**usual[hybrid], **found}
+        assert of(llama) == usual[llama]

@@ -35,6 +35,10 @@ def test_verify(dataset: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "shard-00000.safetensors: 50 bytes instead of" in lines[0]
     assert lines[1].endswith("shard-00002.safetensors: the file is missing")
     assert lines[2] == f"{dataset}: 2 problems"
+    with pytest.raises(SystemExit, match=r"^2$"):  # the folder above, for instance
+        run("verify", str(dataset.parent))
+    captured = capsys.readouterr()
+    assert "there is no dataset and no *.safetensors file" in captured.err and not captured.out
 
 
 def test_convert(dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

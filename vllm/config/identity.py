@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
+from vllm import envs
 from vllm.model_classes import ModelRegistry, import_class
 from vllm.plugins import loaded_plugins
 from vllm.utils import random_uuid
@@ -71,6 +72,7 @@ def value_identity(vllm_config: VllmConfig, kernels: str) -> dict[str, Any]:
         "transformers": _transformers_version(model),
         "plugins": [_plugin(plugin) for plugin in loaded_plugins],
         "kernels": kernels,
+        **_asked_kernels(vllm_config),
         "tensor_parallel_size": ranks if ranks > 1 else None,
         "prefill_context_parallel_size": prefill if prefill > 1 else None,
         "enable_expert_parallel": spreads or None,
@@ -78,6 +80,16 @@ def value_identity(vllm_config: VllmConfig, kernels: str) -> dict[str, Any]:
         "values_version": VALUES_VERSION,
     }
     return {name: value for name, value in identity.items() if value not in (None, [], {})}
+
+
+def _asked_kernels(vllm_config: VllmConfig) -> dict[str, str | None]:
+    """Kernels of a device that compute only if they are asked for, beside its usual ones."""
+    backend, usual = vllm_config.attention_backend, vllm_config.device_config.platform
+    is_fla = vllm_config.device_config.device_type == "cuda" and envs.VLLM_GDN_BACKEND == "FLA"
+    return {
+        "attention_backend": backend if backend != usual.attention_backends[0] else None,
+        "delta_rule_backend": "FLA" if is_fla and vllm_config.model_config.is_hybrid else None,
+    }
 
 
 def _config(model: ModelConfig) -> dict[str, Any]:
@@ -195,13 +207,22 @@ def _transformers_version(model: ModelConfig) -> str | None:
 
 
 def _plugin(plugin: EntryPoint) -> dict[str, str]:
-    file = sys.modules[plugin.module].__file__
     return {
         "name": plugin.name,
         "value": plugin.value,
         "version": plugin.dist.version if plugin.dist is not None else "",
-        "code": _digest_of_files([Path(file)] if file else []),
+        "code": _digest_of_files(_files_of_package(plugin.module)),
     }
+
+
+def _files_of_package(module: str) -> set[Path]:
+    """All files of the outermost package of a module, because functions import when they run; the
+    module's own file if there is no package or its code is not digested."""
+    package, file = module.partition(".")[0], sys.modules[module].__file__
+    spec = None if package in _WITHOUT_CODE else sys.modules[package].__spec__
+    folders = (spec and spec.submodule_search_locations) or ()
+    found = {path for folder in folders for path in Path(folder).rglob("*.py")}
+    return found or ({Path(file)} if file else set())
 
 
 def _digest_of_files(files: Iterable[Path]) -> str:

@@ -32,6 +32,7 @@ from vllm.v1.rows.fields.fp8 import FP8
 _MAPPED_FILES = 64
 """Number of files that a process keeps mapped for one dataset."""
 _NUMBERS = re.compile(r"(\d+)")
+NO_FILES = "there is no dataset and no *.safetensors file"
 
 
 class HiddenStatesDataset(Dataset[HiddenStatesSample]):
@@ -231,7 +232,7 @@ class HiddenStatesDataset(Dataset[HiddenStatesSample]):
         if self.settings is not None:
             return self.settings.layer_ids, self.settings.hidden_size, self.settings.torch_dtype
         if not self._files:
-            raise ValueError(f"{self.path}: there is no dataset and no *.safetensors file")
+            raise ValueError(f"{self.path}: {NO_FILES}")
         first = self._open(self._files[0])
         return first.layer_ids, first.hidden_size, None
 

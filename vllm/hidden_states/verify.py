@@ -12,7 +12,7 @@ import torch
 
 from vllm.hidden_states import metadata as records
 from vllm.hidden_states.column_checks import find_bad_columns
-from vllm.hidden_states.dataset import SampleFile, plain_files
+from vllm.hidden_states.dataset import NO_FILES, SampleFile, plain_files
 from vllm.hidden_states.manifest import make_manifest, missing_units, read_manifest
 from vllm.hidden_states.mapped_file import DamagedFileError, MappedFile
 from vllm.hidden_states.metadata import (
@@ -36,7 +36,8 @@ _ABSENT = "not there"
 def verify_dataset(directory: str) -> Iterator[str]:
     """Yield a line for each problem: checksums, shapes, offsets, rows that are not finite, totals.
 
-    A plain folder of files is checked as far as the files' own metadata allow.
+    A plain folder of files is checked as far as the files' own metadata allow. ValueError: there is
+    nothing to check.
     """
     if not os.path.exists(os.path.join(directory, records.SETTINGS_FILE)):
         yield from _verify_plain(directory)
@@ -60,7 +61,10 @@ def verify_dataset(directory: str) -> Iterator[str]:
 
 def _verify_plain(directory: str) -> Iterator[str]:
     first: SampleFile | None = None
-    for name in plain_files(directory):
+    names = plain_files(directory)
+    if not names:
+        raise ValueError(f"{directory}: {NO_FILES}")
+    for name in names:
         path = os.path.join(directory, name)
         yield from _verify_file(path, None, None)
         with suppress(DamagedFileError):  # it was reported
