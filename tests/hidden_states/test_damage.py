@@ -26,6 +26,7 @@ from tests.hidden_states.sample_data import (
 )
 from vllm.entrypoints.cli.hidden_states import hidden_states
 from vllm.hidden_states import HiddenStatesDataset, metadata
+from vllm.hidden_states.convert import convert_dataset
 from vllm.hidden_states.manifest import merge_units, missing_units, start_dataset
 from vllm.hidden_states.mapped_file import DamagedFileError
 from vllm.hidden_states.metadata import (
@@ -86,6 +87,43 @@ def test_truncated_missing_and_foreign_files(tmp_path: Path, fmt: DatasetFormat)
     for file in files[:2]:
         if file.name in by_file:
             assert verify_unit(str(path), by_file[file.name], full=False)
+
+
+@pytest.mark.parametrize("others", [(), ("manifest.json",), ("index.json",)])
+def test_a_dataset_that_lost_its_settings_is_no_plain_folder(
+    dataset: Path, others: tuple[str, ...]
+) -> None:
+    for name in ("settings.json", *others):
+        (dataset / name).unlink()
+    next(dataset.glob("*.safetensors")).unlink()
+    (problem,) = verify_dataset(str(dataset))
+    assert "is a dataset without settings.json" in problem
+    with pytest.raises(ValueError, match=r"is a dataset without settings\.json"):
+        HiddenStatesDataset(dataset, allow_incomplete=True)
+    for path in dataset.glob("*.json"):  # of another program
+        path.write_text('["units", 1]' if path.name == "manifest.json" else "7")
+    assert list(verify_dataset(str(dataset))) == []
+
+
+def test_units_without_settings_are_no_plain_folder(tmp_path: Path) -> None:
+    samples = make_samples(LENGTHS)
+    settings = make_settings(samples)
+    start_dataset(str(tmp_path), settings)
+    with open_unit_writer(str(tmp_path), 0, settings) as writer:
+        writer.append(samples[0], 0, 100)
+        writer.commit()
+    (tmp_path / "settings.json").unlink()
+    (problem,) = verify_dataset(str(tmp_path))
+    assert "is a dataset without settings.json (units is there)" in problem
+
+
+def test_foreign_files_in_the_layout_of_another_program(tmp_path: Path) -> None:
+    source = write_dataset(tmp_path / "d", make_samples(LENGTHS), "sharded")
+    convert_dataset(str(source), str(tmp_path / "np"), "numpy")
+    assert list(verify_dataset(str(tmp_path / "np"))) == []
+    foreign = tmp_path / "np" / "shard-00009.positions.npy"
+    foreign.touch()
+    assert list(verify_dataset(str(tmp_path / "np"))) == [f"{foreign}: the file belongs to no unit"]
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "index.json", "settings.json"])

@@ -32,6 +32,7 @@ from vllm.v1.rows.fields.fp8 import FP8
 _MAPPED_FILES = 64
 """Number of files that a process keeps mapped for one dataset."""
 _NUMBERS = re.compile(r"(\d+)")
+SAFETENSORS = ".safetensors"
 NO_FILES = "there is no dataset and no *.safetensors file"
 
 
@@ -77,7 +78,7 @@ class HiddenStatesDataset(Dataset[HiddenStatesSample]):
         self._verify = verify
         self._verified: set[str] = set()
         self._checksums: dict[str, str] = {}  # of the files that a record describes
-        if os.path.exists(os.path.join(self.path, records.SETTINGS_FILE)):
+        if records.is_described(self.path):
             if not allow_incomplete or os.path.exists(
                 os.path.join(self.path, records.MANIFEST_FILE)
             ):
@@ -361,11 +362,11 @@ def _recorded_files(path: str, settings: DatasetSettings) -> tuple[list[FileReco
     return files, counts
 
 
-def plain_files(path: str) -> list[str]:
-    """Return the names of the safetensors files in a folder, with numbers sorted by value."""
+def plain_files(path: str, suffixes: tuple[str, ...] = (SAFETENSORS,)) -> list[str]:
+    """Return the names of files in a folder that end so, with numbers sorted by value."""
     if not os.path.isdir(path):
         raise ValueError(f"{path}: there is no such folder")
-    names = [name for name in os.listdir(path) if name.endswith(".safetensors")]
+    names = [name for name in os.listdir(path) if name.endswith(suffixes)]
     # hs_2 before hs_10
     return sorted(
         (name for name in names if not name.startswith(".")),

@@ -371,6 +371,26 @@ def json_bytes(value: object) -> bytes:
     return json.dumps(value, indent=1, ensure_ascii=False).encode(errors="backslashreplace")
 
 
+def is_described(directory: str) -> bool:
+    """Return whether ``settings.json`` is there; without it a folder may have plain files.
+
+    ValueError: it was lost. A dataset would then pass for the files that are left of it.
+    """
+    if os.path.exists(os.path.join(directory, SETTINGS_FILE)):
+        return True
+    units = os.path.join(glob.escape(directory), UNITS_FOLDER, "unit-*.json")
+    others = [UNITS_FOLDER] if glob.glob(units) else []
+    for name, key in ((INDEX_FILE, "units"), (MANIFEST_FILE, "index_checksum")):
+        with contextlib.suppress(ValueError, TypeError):  # not there, or of something else
+            if key in read_json(os.path.join(directory, name)):
+                others.append(name)
+    if others:
+        raise ValueError(
+            f"{directory} is a dataset without {SETTINGS_FILE} ({others[0]} is there); {_RESTORE}"
+        )
+    return False
+
+
 def unit_name(unit: int) -> str:
     """Return the name of a unit, which is also part of the names of its temporary files."""
     return f"unit-{unit:06d}"

@@ -12,7 +12,7 @@ import torch
 
 from vllm.hidden_states import metadata as records
 from vllm.hidden_states.column_checks import find_bad_columns
-from vllm.hidden_states.dataset import NO_FILES, SampleFile, plain_files
+from vllm.hidden_states.dataset import NO_FILES, SAFETENSORS, SampleFile, plain_files
 from vllm.hidden_states.manifest import make_manifest, missing_units, read_manifest
 from vllm.hidden_states.mapped_file import DamagedFileError, MappedFile
 from vllm.hidden_states.metadata import (
@@ -39,13 +39,13 @@ def verify_dataset(directory: str) -> Iterator[str]:
     A plain folder of files is checked as far as the files' own metadata allow. ValueError: there is
     nothing to check.
     """
-    if not os.path.exists(os.path.join(directory, records.SETTINGS_FILE)):
-        yield from _verify_plain(directory)
-        return
     try:
-        settings = DatasetSettings.read(directory)
+        settings = DatasetSettings.read(directory) if records.is_described(directory) else None
     except ValueError as error:
         yield str(error)
+        return
+    if settings is None:
+        yield from _verify_plain(directory)
         return
     units = read_unit_records(directory)
     for unit in missing_units(directory):
@@ -53,7 +53,8 @@ def verify_dataset(directory: str) -> Iterator[str]:
     for unit_record in units:
         yield from verify_unit(directory, unit_record, full=True)
     known = {file.name for unit_record in units for file in unit_record.files}
-    for name in plain_files(directory):
+    kinds = {os.path.splitext(name)[1] for name in known} - {".json"}  # descriptions are JSON
+    for name in plain_files(directory, (SAFETENSORS, *kinds)):
         if name not in known:
             yield f"{os.path.join(directory, name)}: the file belongs to no unit"
     yield from _verify_manifest(directory, settings, units)
