@@ -68,6 +68,18 @@ def test_a_write_that_fails_leaves_the_old_file(
     assert [found.name for found in tmp_path.iterdir()] == ["data"]
 
 
+def test_what_is_no_regular_file_is_not_replaced(tmp_path: Path) -> None:
+    """Such as /dev/stdout: a device or a pipe would be gone."""
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to("pipe")
+    (tmp_path / "folder").mkdir()
+    for name in ("pipe", "link", "folder"):
+        with pytest.raises(OSError, match=f"{name} is not a regular file, so it is not replaced"):
+            write_whole(tmp_path / name, b"new")
+    assert (tmp_path / "pipe").is_fifo() and (tmp_path / "link").is_symlink()
+    assert len(list(tmp_path.iterdir())) == 3
+
+
 def test_a_folder_loses_its_name_before_its_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

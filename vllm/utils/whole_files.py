@@ -18,6 +18,8 @@ from collections.abc import Collection
 from contextlib import suppress
 from typing import NamedTuple
 
+from vllm.utils.regular_files import is_regular
+
 _NAME_BYTES_KEPT = 128
 _TEMPORARY = re.compile(
     r"\.(?P<name>.*?)(?:\.(?P<owner>[a-z]+-\d+))?\.[0-9a-f]{32}\.tmp", re.DOTALL
@@ -49,7 +51,12 @@ def temporary_path(path: str | os.PathLike[str], owner: str | None = None) -> st
 
 
 def write_whole(path: str | os.PathLike[str], content: bytes, owner: str | None = None) -> None:
-    """Write a file and wait for the disk; until then an older file of that name stays."""
+    """Write a file and wait for the disk; until then an older file of that name stays.
+
+    OSError: it cannot be written, or the name is that of a device, a pipe or a folder.
+    """
+    if os.path.exists(path) and not is_regular(path):
+        raise OSError(f"{os.fspath(path)} is not a regular file, so it is not replaced")
     temporary = temporary_path(path, owner)
     try:
         with open(temporary, "xb") as file:
