@@ -20,6 +20,7 @@ from tests.engine.storage import mounted_tmpfs, remount
 from tests.extract import job_harness as harness
 from tests.extract.fake_engine import FAILING_TOKEN
 from tests.extract.job_harness import check_rows, digests, run, token_lists, write_token_ids
+from vllm.entrypoints.extract import job
 from vllm.exceptions import FailureError
 from vllm.hidden_states.convert import convert_dataset
 from vllm.hidden_states.dataset import HiddenStatesDataset
@@ -696,6 +697,28 @@ def test_shuffled_selection(tiny_llama: Path, data: Path, output: Path) -> None:
     assert len(set(order)) == 25
     assert order != sorted(order)  # type: ignore[type-var]
     check_rows(output, [LISTS[record] for record in order if record is not None])
+
+
+@pytest.mark.parametrize("change", ["appended", "cut", "replaced"])
+def test_an_input_that_changes_while_it_is_read(
+    change: str, tiny_llama: Path, data: Path, output: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The dataset would state the digest of something that nobody has."""
+    text, digest_of = data.read_text(), job.input_digest
+    lines = text.splitlines(keepends=True)
+    others = {"appended": text + lines[0], "cut": text[:-9], "replaced": "".join(lines[::-1])}
+
+    def read_and_change(sources: Any) -> str:
+        found = digest_of(sources)
+        data.write_text(others[change])
+        return found
+
+    with monkeypatch.context() as meanwhile:
+        meanwhile.setattr(job, "input_digest", read_and_change)
+        with pytest.raises(ValueError, match="--input: a file changed while it was read"):
+            run(tiny_llama, data, output)
+    assert not output.exists()
+    assert run(tiny_llama, data, output) == 0
 
 
 def test_ranks_and_merge(tiny_llama: Path, data: Path, output: Path, tmp_path: Path) -> None:

@@ -466,7 +466,7 @@ def _open_plan(
         mine = settings.units_of(digest)
         others = [file.name for unit in units if unit.unit not in mine for file in unit.files]
     names = (name.removesuffix(".safetensors") for name in others)
-    return make_plan(folder, sources, resolved.prompt_maker(stores), own, names)
+    return make_plan(folder, sources, resolved.prompt_maker(stores), own, names, digest)
 
 
 @contextmanager

@@ -37,7 +37,7 @@ import xxhash
 from vllm.entrypoints.extract.generation import choices_of, source_columns
 from vllm.entrypoints.extract.options import ExtractOptions
 from vllm.entrypoints.extract.prompts import Prompt, PromptMaker
-from vllm.entrypoints.extract.records import Record, Source, read_records
+from vllm.entrypoints.extract.records import Record, Source, input_digest, read_records
 from vllm.hidden_states.metadata import DatasetSettings, SkippedRecord
 from vllm.hidden_states.names import CHECKSUM_KIND
 from vllm.hidden_states.positions import parse_positions
@@ -223,12 +223,15 @@ def make_plan(
     maker: PromptMaker,
     settings: DatasetSettings,
     names: Iterable[str] = (),
+    digest: str | None = None,
 ) -> Plan:
     """Read the input and write the plan to ``folder``, which appears when it is complete.
 
-    settings: those of this input. names: names of samples that other inputs have.
+    settings: those of this input. names: names of samples that other inputs have. digest: what the
+    input's has to be afterwards, too.
     Raises ValueError if a record cannot be used and ``on_error`` is "fail", no record can be used,
-    the input cannot be read to its end, or it has masks that an existing dataset has no place for.
+    the input cannot be read to its end or changes meanwhile, or it has masks that an existing
+    dataset has no place for.
     """
     building = Path(temporary_path(folder))
     building.mkdir()
@@ -243,6 +246,8 @@ def make_plan(
             first_record=start.first_record,
         )
         _write_samples(building, records, maker, totals, set(names))
+        if digest is not None and input_digest(sources) != digest:
+            raise ValueError("--input: a file changed while it was read; run the command again")
         if start.first_unit and totals.num_masked and not settings.has_loss_mask:
             raise ValueError(
                 f"append: {totals.num_masked} of the new samples have a loss mask, and the dataset "
