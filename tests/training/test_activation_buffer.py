@@ -89,7 +89,10 @@ def test_it_has_no_end_by_default() -> None:
     [
         ({"layers": None}, r"layers=None: samples have the layers \[3, 'norm', 0\]"),
         ({"layers": [3, 4]}, r"layers=\[3, 4\]: samples have"),
-        ({"layers": 3, "hook": "blocks.1.x"}, "hook='blocks.1.x': .*blocks.0.hook_mlp_out"),
+        ({"layers": 3, "hook": "blocks.1.x"}, "layers=3: not together with hook='blocks.1.x'"),
+        ({"layers": 3, "epochs": 0}, "epochs=0: has to be a whole number of at least 1"),
+        ({"layers": 3, "epochs": 1.5}, "epochs=1.5: has to be a whole number"),
+        ({"hook": "blocks.1.x"}, "hook='blocks.1.x': .*blocks.0.hook_mlp_out"),
         ({"layers": 3, "batch_size": 0}, "batch_size=0"),
         ({"layers": 3, "only_masked": "no"}, "only_masked='no': has to be true or false"),
         ({"layers": 3, "num_rows": 63, "batch_size": 32}, "num_rows=63: has to be at least twice"),
@@ -100,7 +103,7 @@ def test_it_has_no_end_by_default() -> None:
 def test_what_cannot_be_used_is_named(options: dict[str, Any], message: str) -> None:
     options = {"batch_size": 8, "num_rows": 32, **options}
     with pytest.raises(ValueError, match=message):
-        list(ActivationBuffer(make_samples(), epochs=1, **options))
+        list(ActivationBuffer(make_samples(), **{"epochs": 1, **options}))
 
 
 def test_a_generator_gives_one_epoch() -> None:

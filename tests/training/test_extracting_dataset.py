@@ -144,9 +144,12 @@ def test_ranks_share_the_samples(arguments: AsyncEngineArgs) -> None:
         orders.append(part._order())
     assert all(len(order) == 2 for order in orders)
     assert len({index for order in orders for index in order}) == 6
-    for arguments_of_rank in ({"world_size": 2}, {"rank": 2, "world_size": 2}, {"rank": 1}):
+    bad = ({"world_size": 2}, {"rank": 2, "world_size": 2}, {"rank": 1}, {"rank": 0.0})
+    for arguments_of_rank in bad:
         with pytest.raises(ValueError, match=r"rank=.*has to be from 0 to"):
             ExtractingDataset(arguments, PROMPTS, **arguments_of_rank)
+    with pytest.raises(ValueError, match="world_size=0: has to be a whole number of at least 1"):
+        ExtractingDataset(arguments, PROMPTS, world_size=0)
 
 
 def test_ranks_of_torch_are_noticed(

@@ -61,6 +61,12 @@ class ActivationBuffer:
             raise ValueError(
                 f"num_rows={num_rows}: has to be at least twice batch_size={batch_size}"
             )
+        if layers is not None and hook is not None:
+            raise ValueError(f"layers={layers!r}: not together with hook={hook!r}; choose one")
+        if epochs is not None and (type(epochs) is not int or epochs < 1):
+            raise ValueError(
+                f"epochs={epochs!r}: has to be a whole number of at least 1, or None for no end"
+            )
         if isinstance(layers, Sequence) and not layers:
             raise ValueError(f"layers={layers!r}: name a layer, or set hook to leave layers out")
         if iter(samples) is samples and epochs != 1:

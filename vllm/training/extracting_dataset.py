@@ -360,7 +360,9 @@ def _checked_rank(rank: int | None, world_size: int | None) -> tuple[int, int]:
             "or world_size=1 if only one rank reads (as accelerate does with dispatch_batches)"
         )
     world_size = 1 if world_size is None else world_size
+    if type(world_size) is not int or world_size < 1:
+        raise ValueError(f"world_size={world_size!r}: has to be a whole number of at least 1")
     rank = 0 if rank is None and world_size == 1 else rank
-    if rank is None or not 0 <= rank < world_size:
-        raise ValueError(f"rank={rank}: has to be from 0 to {world_size - 1} (world_size - 1)")
+    if type(rank) is not int or not 0 <= rank < world_size:
+        raise ValueError(f"rank={rank!r}: has to be from 0 to {world_size - 1} (world_size - 1)")
     return rank, world_size
