@@ -293,6 +293,14 @@ def test_recomputed_with_transformers(
     assert found == other and sum("BEYOND" in one and HOOKS[3] in one for one in lines) == 1
 
 
+def test_a_comparison_of_nothing_is_no_success(
+    extract: Extract, capsys: pytest.CaptureFixture[str]
+) -> None:
+    extract(status=1, verify=2, layers=None, hooks="blocks.0.hook_resid_mid, blocks.1.attn.hook_z")
+    printed = capsys.readouterr().out
+    assert printed.count("not compared") == 2 and printed.endswith("nothing was compared\n")
+
+
 def test_verify_finds_values_that_are_not_finite(made: Path, tmp_path: Path) -> None:
     """The writer does not see them, so that checksums are right."""
 

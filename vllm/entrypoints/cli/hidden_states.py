@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from vllm.hidden_states.row_statistics import RowStatistics
     from vllm.transformers_utils.tokenizer import TokenizerLike
 
+_OF_AGAINST = {"samples": 16, "seed": 0, "revision": None, "trust_remote_code": False}
+"""Options of ``verify --against``, and their defaults."""
 _DTYPES = ("float32", "bfloat16", "float16", "fp8")
 
 
@@ -55,13 +57,13 @@ def build_hidden_states_parser() -> argparse.ArgumentParser:
     verify.add_argument("directory", metavar="DIR")
     verify.add_argument("--against", nargs=2, metavar=("transformers", "MODEL"),
         help="compare rows with those of this checkpoint in transformers")  # fmt: skip
-    verify.add_argument("--samples", type=int, default=16,
+    verify.add_argument("--samples", type=int,
         help="number of samples to compute again (default: %(default)s)")  # fmt: skip
-    verify.add_argument("--seed", type=int, default=0,
+    verify.add_argument("--seed", type=int,
         help="draws the samples (default: %(default)s)")  # fmt: skip
     verify.add_argument("--revision", help="of MODEL on the hub")
     verify.add_argument("--trust-remote-code", action="store_true", help="run code of MODEL")
-    verify.set_defaults(run=_verify)
+    verify.set_defaults(run=_verify, **_OF_AGAINST)
 
     about = "Run the command again to resume it."
     convert = actions.add_parser(
@@ -106,6 +108,10 @@ def _inspect(args: argparse.Namespace) -> int:
         raise ValueError(f"--samples {args.samples}: use at least 1")
     if args.no_plots and (args.png or args.html):
         raise ValueError("--no-plots: not together with --png or --html")
+    if args.label is not None and args.no_plots:
+        raise ValueError(f"--label {args.label}: not together with --no-plots; it colours a plot")
+    if args.tokenizer is not None and args.html is None:
+        raise ValueError(f"--tokenizer {args.tokenizer}: it needs --html; only reports have tokens")
     dataset = HiddenStatesDataset(args.directory, allow_incomplete=True)
     print(inspection.describe(dataset))
     labels = None if args.label is None else _labels(dataset, args.label)
@@ -204,6 +210,9 @@ def _token_text(tokenizer: TokenizerLike, token_id: int) -> str:
 def _verify(args: argparse.Namespace) -> int:
     if args.against is not None:
         return _verify_against(args)
+    for name, default in _OF_AGAINST.items():
+        if getattr(args, name) != default:
+            raise ValueError(f"--{name.replace('_', '-')}: it needs --against transformers MODEL")
     from vllm.hidden_states.verify import verify_dataset
 
     count = 0

@@ -36,8 +36,9 @@ _CHECKS = Group("Checks", "Checks before and after the work.")
 _OF_LOGPROBS = {"logprob_temperature": 1.0, "logprob_dtype": "float32"}
 """Options that mean nothing without top_logprobs, and their defaults."""
 
+_STREAM_SECONDS = 600.0
 _OF_DATASETS = (
-    *("output", "format", "append", "merge", "dry_run", "verify", "id_column"),
+    *("output", "format", "append", "merge", "dry_run", "verify", "id_column", "check_disk"),
     *(
         "rank",
         "world_size",
@@ -144,7 +145,7 @@ class ExtractOptions:
     stream: str | None = None
     """Path of a Unix socket: publish the samples there to a trainer that reads them with
     StreamedDataset(PATH), instead of storing them."""
-    stream_timeout: Annotated[float, ABOVE_0, FINITE] = 600.0
+    stream_timeout: Annotated[float, ABOVE_0, FINITE] = _STREAM_SECONDS
     """Seconds to wait for the reader of the stream."""
     append: bool = False
     """Add the records of the input to a finished dataset, as new units after the others. The input
@@ -190,7 +191,8 @@ class ExtractOptions:
     world_size: Annotated[int, at_least(1)] = 1
     """Number of commands that share the work."""
     merge: bool = False
-    """Make one dataset of the units that all ranks wrote to the output folder; needs no model."""
+    """Make one dataset of the units that all ranks wrote to the output folder; needs no model.
+    Options of the ranks, such as the input and layers, may stay; they are not looked at."""
     dry_run: Annotated[bool, Option(group=_CHECKS)] = False
     """Read the input, print the plan and the space and memory that it needs, and stop."""
     check_disk: bool = True
@@ -201,10 +203,15 @@ class ExtractOptions:
     def __post_init__(self) -> None:
         if self.stream is None:
             self._require("output", self.output, "name the folder of the dataset")
+            is_default = self.stream_timeout == _STREAM_SECONDS
+            self._require("stream_timeout", is_default, "it belongs to stream")
         else:
             self._check_stream()
         self._require("rank", self.rank < self.world_size, f"world_size is {self.world_size}")
         if self.merge:
+            for name in ("append", "dry_run", "verify"):
+                advice = "merge computes nothing and reads no input: run it first, without this"
+                refuse_unless(not getattr(self, name), self, name, advice)
             return
         self._require("input", self.input, "name files, folders, or - for standard input")
         self.hook_names  # noqa: B018  raises for a mistake
