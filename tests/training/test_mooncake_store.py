@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import pickle
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -54,6 +56,17 @@ def test_samples_of_an_engine(checkpoint: Checkpoint, client: StoreDouble) -> No
         assert torch.equal(got.hidden_states, expected.hidden_states)
         assert torch.equal(got.token_ids, expected.token_ids)
         assert (got.index, got.layer_ids) == (expected.index, expected.layer_ids)
+
+
+def test_what_a_sample_has_besides_its_tensors(client: StoreDouble) -> None:
+    facts = {"record": 4, "constants": {"expert_layers": [1, 3]}, "columns": {"label": [1, "x"]}}
+    store, one = MooncakeStore(client), sample(2)
+    one = dataclasses.replace(one, num_generated_tokens=3, **facts)
+    (stored,) = store.publish([one], "run")
+    got = store.fetch(pickle.loads(pickle.dumps(stored)))
+    assert {name: getattr(got, name) for name in facts} == facts
+    assert got.request_id == one.request_id
+    assert got.num_prompt_tokens == one.num_prompt_tokens == len(one.token_ids) - 3
 
 
 def test_a_full_store_keeps_nothing_of_a_sample(client: StoreDouble) -> None:

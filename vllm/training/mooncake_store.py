@@ -59,6 +59,11 @@ class StoredSample(NamedTuple):
     layer_ids: tuple[LayerId, ...]
     tensors: dict[str, TensorForm]
     """Their forms, with ``token_ids`` and ``positions``."""
+    request_id: str
+    record: int | None
+    constants: dict[str, list[int]]
+    columns: dict[str, Any]
+    num_generated_tokens: int
 
 
 class MooncakeStore:
@@ -186,18 +191,27 @@ class MooncakeStore:
             except FailureError as error:
                 yield FailedSample(item.index, item.request_id, error.failure)
             else:
-                yield StoredSample(place, item.index, item.layer_ids, forms)
+                yield StoredSample(
+                    *(place, item.index, item.layer_ids, forms, item.request_id, item.record),
+                    constants={name: list(values) for name, values in item.constants.items()},
+                    columns=dict(item.columns),
+                    num_generated_tokens=item.num_generated_tokens,
+                )
 
     def fetch(self, stored: StoredSample) -> HiddenStatesSample:
         """Fetch a sample that was published. FailureError: it is not there as it was."""
         tensors = self.get(stored.prefix, stored.tensors)
         return HiddenStatesSample(
             index=stored.sample_index,
-            request_id="",
+            request_id=stored.request_id,
             token_ids=tensors.pop("token_ids"),
             positions=tensors.pop("positions"),
             tensors=tensors,
             layer_ids=stored.layer_ids,
+            record=stored.record,
+            constants=stored.constants,
+            columns=stored.columns,
+            num_generated_tokens=stored.num_generated_tokens,
         )
 
 
