@@ -121,6 +121,7 @@ def test_beside_norms_in_fp8_and_other_requests(checkpoint: Checkpoint) -> None:
         ({"top_logprobs": 400}, "top_logprobs=400: the vocabulary has 307 tokens"),
         ({"top_logprobs": 3, "logprob_temperature": 0.0}, "logprob_temperature=0.0"),
         ({"top_logprobs": 3, "logprob_temperature": float("nan")}, "logprob_temperature=nan"),
+        ({"logprob_temperature": 2.0}, "=2.0: it has no effect without top_logprobs"),
     ],
 )
 def test_bad_requests_fail_alone(

@@ -328,6 +328,7 @@ def test_names_of_files_are_safe(filing: LiveServer) -> None:
         ({"layers": 1, "delivery": "email"}, "body.hidden_states.delivery"),
         ({"layers": 1, "delivery": "file"}, "this server has no storage folder"),
         ({"layers": 1, "hooks": ["blocks.0.nowhere"]}, "blocks.0.nowhere"),
+        ({"layers": 1, "logprob_temperature": 2.0}, "has no effect without top_logprobs"),
         ({"layers": 1, "hooks": "a"}, "body.hidden_states.hooks:"),
         ({"layers": 1, "hooks": [1]}, "body.hidden_states.hooks.0"),
         ({"layers": 1, "hooks": ["token_ids"]}, "hooks="),

@@ -329,6 +329,13 @@ class ExtractionFeed:
         count = settings.top_logprobs if count is None else count
         temperature = settings.logprob_temperature if temperature is None else temperature
         check_logprobs(count, temperature)
+        # That of a call may be for those of its requests that ask for log-probabilities.
+        is_own = options.logprob_temperature is not None or settings.is_one_request
+        if is_own and temperature != 1.0 and not count:
+            raise ValueError(
+                f"logprob_temperature={temperature}: it has no effect without top_logprobs; set "
+                "top_logprobs too, or leave it out"
+            )
         if count > self._model_config.get_vocab_size():
             raise ValueError(
                 f"top_logprobs={count}: the vocabulary has {self._model_config.get_vocab_size()} "
