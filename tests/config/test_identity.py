@@ -132,6 +132,81 @@ def test_code_that_a_registered_class_uses(
     assert found[1] == found[2] != found[0] == found[3]
 
 
+IMPORTS = {
+    "in a function": ("", "from user_part import factor"),
+    "of a constant": ("from user_part import factor", ""),
+    "of a module in a function": ("", "import user_part\n        factor = user_part.factor"),
+}
+
+
+@pytest.mark.parametrize("way", IMPORTS)
+def test_code_that_a_registered_class_imports(
+    way: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    above, inside = IMPORTS[way]
+    monkeypatch.setattr(ModelRegistry, "_registered", {"LlamaForCausalLM": "user_model:User"})
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "user_model.py").write_text(
+        f"{above}\nfrom {__name__} import Changed\nclass User(Changed):\n"
+        f"    def compute_logits(self, hidden):\n        {inside}\n"
+        "        return factor * super().compute_logits(hidden)\n"
+    )
+    found = []
+    for factor in (1, 2, 1):
+        (tmp_path / "user_part.py").write_text(f"factor = {factor}\n")
+        for name in ("user_model", "user_part"):
+            monkeypatch.delitem(sys.modules, name, raising=False)
+        found.append(of(folder))
+    assert found[0] == found[2] != found[1]
+
+
+@pytest.mark.parametrize(("name", "value"), [("factor", 3), ("compute_logits", lambda *_: None)])
+def test_what_is_set_on_a_registered_class(
+    name: str, value: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ModelRegistry, "_registered", {"LlamaForCausalLM": Changed})
+    before = of(folder)
+    monkeypatch.setattr(Changed, name, value, raising=False)
+    assert of(folder) == of(folder) != before
+
+
+class OwnConfig(transformers.LlamaConfig):  # type: ignore[misc]
+    """A config that transformers is told of."""
+
+    model_type = "own_llama"
+
+
+class OwnModel(transformers.LlamaForCausalLM):  # type: ignore[misc]
+    """Its model."""
+
+    config_class = OwnConfig
+    factor = 1
+
+
+def test_a_model_that_is_registered_in_transformers(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transformers.AutoConfig.register("own_llama", OwnConfig, exist_ok=True)
+    transformers.AutoModelForCausalLM.register(OwnConfig, OwnModel, exist_ok=True)
+    config = json.loads((folder / "config.json").read_text())
+    named = {**config, "model_type": "own_llama", "architectures": ["OwnModel"]}
+    (folder / "config.json").write_text(json.dumps(named))
+    before = of(folder)
+    assert of(folder) == before
+    monkeypatch.setattr(OwnModel, "factor", 2)
+    assert of(folder) != before
+
+
+def test_torchs_switch_for_float32_products(folder: Path) -> None:
+    before = of(folder)
+    try:
+        torch.set_float32_matmul_precision("medium")
+        assert of(folder) != before
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert of(folder) == before
+
+
 def test_a_class_without_a_file_is_never_the_same(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +137,15 @@ def test_generation_config_gives_sampling_defaults_and_eos(llama: str) -> None:
     off = ModelConfig(model=llama, generation_config="vllm")
     assert off.get_diff_sampling_param() == {}
     assert off.get_eos_token_ids() == (7,)
+
+
+def test_a_function_in_hf_overrides_has_done_its_work_in_other_processes(llama: str) -> None:
+    def change(config: Any) -> Any:
+        config.rms_norm_eps = 0.25
+        return config
+
+    config = ModelConfig(model=llama, hf_overrides=change)
+    assert pickle.loads(pickle.dumps(config)).hf_config.rms_norm_eps == 0.25
 
 
 def test_hf_overrides_of_entries_that_are_not_there_are_warned_of(

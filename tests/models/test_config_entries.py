@@ -135,6 +135,17 @@ NOT_COMPUTED: list[tuple[str, dict[str, Any], str]] = [
     ("granite", {"attention_multiplier": 0}, "scale=0 is not a finite number"),
     ("gemma2", {"query_pre_attn_scalar": -3}, "j) is not a finite number"),
     ("falcon_h1", {"key_multiplier": -1.5}, "scale=-0.375 is not a finite"),
+    (
+        "gemma4",
+        {
+            "rope_parameters": {
+                "full_attention": ROPE,
+                "sliding_attention": {"rope_type": "default"},
+            }
+        },
+        "rope_parameters has no rope_theta in {'rope_type': 'default'}",
+    ),
+    ("ministral3", {"rope_parameters": YARN}, "rope_parameters has no llama_4_scaling_beta"),
 ]
 
 

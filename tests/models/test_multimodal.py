@@ -24,6 +24,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.extract.job import run_job
 from vllm.entrypoints.extract.options import ExtractOptions
 from vllm.hidden_states import HiddenStatesDataset
+from vllm.model_executor.language_part import name_in_language_part
 from vllm.model_report.checkpoint_report import report_checkpoint
 
 WAYS = {"glm4v": "packed", "mllama": "packed", "paligemma": "packed", "deepseek_vl": "own class"}
@@ -61,6 +62,14 @@ def test_one_that_computes_nothing_of_text_alone_is_refused(tmp_path: Path) -> N
     args = EngineArgs(model=str(tmp_path), skip_tokenizer_init=True, max_model_len=64)
     with pytest.raises(ValueError, match=r"Blip2For.*cannot be served.*required.*'pixel_values'"):
         report_checkpoint(args.create_engine_config())
+
+
+@pytest.mark.parametrize(
+    "prefix", ["", "language_model.", "model.language_model."], ids=["none", "old", "nested"]
+)
+def test_the_head_of_the_language_model(prefix: str) -> None:
+    """HyperCLOVA X keeps one that is not tied in the part ``model``."""
+    assert name_in_language_part(f"{prefix}lm_head.weight") == "lm_head.weight"
 
 
 def test_gemma_3n_as_published_hands_on_all_its_streams(tmp_path: Path) -> None:

@@ -7,23 +7,20 @@ prefixes (``v1/core/prefix_hash.py``).
 
 from __future__ import annotations
 
-import hashlib
-import inspect
 import json
-import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from importlib.metadata import EntryPoint
 from pathlib import Path
-from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
+import torch
 import xxhash
 
 from vllm import envs
+from vllm.config.code_identity import code_of, digest_of_files, files_of_plugin
 from vllm.model_classes import ModelRegistry, import_class
 from vllm.plugins import loaded_plugins
-from vllm.utils import random_uuid
 from vllm.utils.weight_files import (
     digest_of_ends,
     digest_of_samples,
@@ -39,8 +36,6 @@ if TYPE_CHECKING:
 
 _WHERE_READ = ("_name_or_path", "transformers_version", "_commit_hash")
 """Entries of a config that record where it was read from."""
-_WITHOUT_CODE = ("vllm", "torch", "builtins")
-"""Packages whose code is not digested, because the version of this package stands for it."""
 
 
 def value_identity(vllm_config: VllmConfig, kernels: str) -> dict[str, Any]:
@@ -67,11 +62,13 @@ def value_identity(vllm_config: VllmConfig, kernels: str) -> dict[str, Any]:
         **_weights(vllm_config),
         "separate_quantization_config": _digest(separate) if separate else None,
         "model_classes": _model_classes(model),
-        "row_fields": {one.__qualname__: _code_of(one) for one in model.row_field_classes},
+        "row_fields": {one.__qualname__: code_of(one) for one in model.row_field_classes},
         "remote_code": _remote_code(model),
         "transformers": _transformers_version(model),
+        "registered_in_transformers": _registered_in_transformers(model),
         "plugins": [_plugin(plugin) for plugin in loaded_plugins],
         "kernels": kernels,
+        "float32_products": _float32_products(vllm_config),
         **_asked_kernels(vllm_config),
         "tensor_parallel_size": ranks if ranks > 1 else None,
         "prefill_context_parallel_size": prefill if prefill > 1 else None,
@@ -90,6 +87,14 @@ def _asked_kernels(vllm_config: VllmConfig) -> dict[str, str | None]:
         "attention_backend": backend if backend != usual.attention_backends[0] else None,
         "delta_rule_backend": "FLA" if is_fla and vllm_config.model_config.is_hybrid else None,
     }
+
+
+def _float32_products(vllm_config: VllmConfig) -> str | None:
+    """Return torch's switch for float32 products on the device; None: they are not rounded."""
+    is_cuda = vllm_config.device_config.device_type == "cuda"
+    backend: Any = torch.backends.cuda if is_cuda else torch.backends.mkldnn
+    precision: str = backend.matmul.fp32_precision
+    return None if precision in ("none", "ieee") else precision
 
 
 def _config(model: ModelConfig) -> dict[str, Any]:
@@ -125,46 +130,9 @@ def _model_classes(model: ModelConfig) -> dict[str, dict[str, str]]:
             model_class = import_class(name, target) if isinstance(target, str) else target
             found[name] = {
                 "class": f"{model_class.__module__}:{model_class.__qualname__}",
-                "code": _code_of(model_class),
+                "code": code_of(model_class),
             }
     return found
-
-
-def _code_of(model_class: type) -> str:
-    """A digest of the source files of a class, its bases, and the modules that these use."""
-    files = set()
-    for one in model_class.__mro__:
-        if one.__module__.partition(".")[0] in _WITHOUT_CODE:
-            continue
-        try:
-            files.add(Path(inspect.getfile(one)))
-        except (OSError, TypeError):  # made in an interactive session
-            return random_uuid()
-        files |= _files_used_by(one.__module__)
-    return _digest_of_files(files)
-
-
-def _files_used_by(module: str) -> set[Path]:
-    """The files of modules whose classes and functions a module has, directly or through others.
-
-    Installed packages are left out, except the module's own.
-    """
-    own, files, seen, todo = module.partition(".")[0], set(), set(), [module]
-    while todo:
-        name = todo.pop()
-        package, found = name.partition(".")[0], sys.modules.get(name)
-        file = None if found is None else vars(found).get("__file__")
-        is_known = name in seen or package in _WITHOUT_CODE or package in sys.stdlib_module_names
-        seen.add(name)
-        if is_known or not file or (package != own and "site-packages" in Path(file).parts):
-            continue
-        files.add(Path(file))
-        for value in vars(found).values():
-            if isinstance(value, ModuleType):
-                todo.append(value.__name__)
-            elif isinstance(value, type | FunctionType):
-                todo.append(value.__module__)
-    return files
 
 
 def _remote_code(model: ModelConfig) -> str | None:
@@ -187,7 +155,7 @@ def _code_at(place: str, module: str, revision: str | None, token: bool | str | 
     """A digest of the code in a folder, or the commit of a module on the hub."""
     folder = Path(place).expanduser()
     if folder.is_dir():
-        return _digest_of_files(folder.rglob("*.py"))
+        return digest_of_files(folder.rglob("*.py"))
     from transformers.utils import cached_file
     from transformers.utils.hub import extract_commit_hash
 
@@ -206,31 +174,31 @@ def _transformers_version(model: ModelConfig) -> str | None:
     return version
 
 
+def _registered_in_transformers(model: ModelConfig) -> dict[str, str]:
+    """Digests of the code of classes that a program registered with transformers' auto classes."""
+    from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
+
+    found: dict[str, str] = {}
+    for config_class in {type(model.hf_config), type(model.hf_text_config)}:
+        classes = [config_class]
+        for auto in (AutoModelForCausalLM, AutoModelForMultimodalLM):
+            mapping: Any = auto._model_mapping
+            if config_class in mapping:
+                known = mapping[config_class]
+                classes += known if isinstance(known, tuple | list) else [known]
+        for one in classes:
+            if one.__module__.partition(".")[0] not in ("transformers", "transformers_modules"):
+                found[f"{one.__module__}:{one.__qualname__}"] = code_of(one)
+    return found
+
+
 def _plugin(plugin: EntryPoint) -> dict[str, str]:
     return {
         "name": plugin.name,
         "value": plugin.value,
         "version": plugin.dist.version if plugin.dist is not None else "",
-        "code": _digest_of_files(_files_of_package(plugin.module)),
+        "code": digest_of_files(files_of_plugin(plugin.module)),
     }
-
-
-def _files_of_package(module: str) -> set[Path]:
-    """All files of the outermost package of a module, because functions import when they run; the
-    module's own file if there is no package or its code is not digested."""
-    package, file = module.partition(".")[0], sys.modules[module].__file__
-    spec = None if package in _WITHOUT_CODE else sys.modules[package].__spec__
-    folders = (spec and spec.submodule_search_locations) or ()
-    found = {path for folder in folders for path in Path(folder).rglob("*.py")}
-    return found or ({Path(file)} if file else set())
-
-
-def _digest_of_files(files: Iterable[Path]) -> str:
-    digest = hashlib.sha256()
-    for path in sorted(files):
-        digest.update(f"{path.name}\0".encode())
-        digest.update(path.read_bytes())
-    return digest.hexdigest()[:32]
 
 
 def _digest(value: Mapping[str, Any]) -> str:

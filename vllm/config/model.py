@@ -183,6 +183,15 @@ class ModelConfig:
         _ = self.row_field_classes  # raises now if a name is wrong
         _ = self._generation_config
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out a function in ``hf_overrides``, which may be in a program's main file.
+
+        Other processes get ``hf_config``, which it has changed already.
+        """
+        _ = self.hf_config
+        is_function = callable(self.hf_overrides)
+        return {**vars(self), **({"hf_overrides": {}} if is_function else {})}
+
     @cached_property
     def hf_config(self) -> PretrainedConfig:
         """The whole config of the checkpoint, ``hf_overrides`` applied."""

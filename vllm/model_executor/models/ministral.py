@@ -26,7 +26,12 @@ class Ministral3ForCausalLM(DecoderForCausalLM):
 
     def attention_options(self, config: Any, index: int) -> AttentionOptions:
         rope = config.rope_parameters
-        beta = 1.0 * (rope.get("llama_4_scaling_beta") or 0.0)
+        if rope.get("llama_4_scaling_beta") is None:
+            raise ValueError(
+                "config.json: rope_parameters has no llama_4_scaling_beta, which transformers' "
+                "model needs; with 0 queries do not grow"
+            )
+        beta: float = 1.0 * rope["llama_4_scaling_beta"]
 
         def growth(positions: torch.Tensor) -> torch.Tensor:
             floors = torch.floor(positions / rope["original_max_position_embeddings"])

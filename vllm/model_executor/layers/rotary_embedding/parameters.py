@@ -23,8 +23,12 @@ def read_rope_parameters(config: Any, parameters: Mapping[str, Any] | None) -> d
     Some families' modules in transformers do not read ``partial_rotary_factor``: without scaling
     they rotate whole heads. Scaled rotations are common code, which does read it. That code reads
     yarn's ``truncate`` next to the kinds of layers, never inside a kind.
+
+    ValueError: there is no ``rope_theta``. Most configs of transformers have one for such a case.
     """
     read = dict(parameters or {})
+    if read and "rope_theta" not in read:
+        raise ValueError(f"config.json: rope_parameters has no rope_theta in {read}")
     whole = config.rope_parameters or {}
     if "truncate" in read and any(parameters is of_kind for of_kind in whole.values()):
         read["truncate"] = whole.get("truncate", True)
