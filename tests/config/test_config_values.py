@@ -52,7 +52,10 @@ def test_sizes_as_text(text: str | int, num_bytes: int) -> None:
         (lambda: CacheConfig(mamba_block_size=40), "mamba_block_size=40 .* use for instance 32"),
         (lambda: CacheConfig(gpu_memory_utilization=1.5), "utilization=1.5 .* less than or equal"),
         (lambda: CacheConfig(gpu_memory_utilization=0), "utilization=0 .* greater than 0"),
-        (lambda: CacheConfig(kv_cache_memory_bytes="4 elephants"), "'4 elephants' is not a size"),
+        (
+            lambda: CacheConfig(kv_cache_memory_bytes="4 elephants"),
+            "'4 elephants' is not valid; use",
+        ),
         (lambda: CacheConfig(kv_cache_memory_bytes=0), "kv_cache_memory_bytes=0 is not a size"),
         (lambda: CacheConfig(cache_dtype="fp8"), "kv_cache_dtype='fp8' .* supported: 'auto'"),
         (lambda: CacheConfig(attn_pack_size=0), "attn_pack_size=0 .* greater than or equal to 1"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -216,3 +217,30 @@ def test_bad_rows_end_their_request_alone(checkpoint: Checkpoint) -> None:
             assert "token 0, layer 2 are not finite" in one.reason == other.reason
         else:
             assert torch.equal(one.hidden_states, other.hidden_states)
+
+
+def test_the_smallest_pool_ends_a_request_whose_states_are_kept(
+    checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    """States that a step under way keeps are free only at its end: the request has to wait."""
+    options = {"block_size": 48, "max_model_len": 199, "max_num_batched_tokens": 1}
+    options |= {"async_scheduling": True, **extraction_config([2, 3], tmp_path)}
+    with (
+        pytest.raises(ValueError, match="num_gpu_blocks_override=2") as error,
+        engine(checkpoint("bamba"), num_gpu_blocks_override=2, **options),
+    ):
+        pass
+    fewest = int(str(error.value).split("needs ")[1].split()[0])
+    with engine(checkpoint("bamba"), num_gpu_blocks_override=fewest, **options) as llm:
+        core, (prompt,) = core_of(llm), random_prompts(5, [190])
+        execute, steps = core.executor.execute_model, itertools.count()
+
+        def counted(planned: Any) -> Any:
+            assert next(steps) < 400, "the request starts again and again"
+            return execute(planned)
+
+        core.executor.execute_model = counted
+        (output,) = llm.generate([prompt], greedy(4), use_tqdm=False)
+        assert output.outputs[0].finish_reason == "length"
+        assert len(rows_of(output)) == 190
+        assert core.scheduler._totals.num_preemptions == 0

@@ -110,7 +110,31 @@ def test_unknown_keys_are_named_with_the_nearest_one(
         ("llama", {"max_num_seqs": 0}, "max_num_seqs=0 is not valid"),
         ("llama", {"dtype": "int8"}, "dtype='int8' is not supported; use 'auto'"),
         ("llama", {"gpu_memory_utilization": 1.5}, "gpu_memory_utilization=1.5 is not valid"),
-        ("llama", {"kv_cache_memory_bytes": "2 apples"}, "'2 apples' is not a size"),
+        (
+            "llama",
+            {"kv_cache_memory_bytes": "2 apples"},
+            "'2 apples' is not valid; use a number",
+        ),
+        (
+            "llama",
+            {"hidden_state_cache_bytes": ""},
+            "_cache_bytes='' is not valid; use",
+        ),
+        ("llama", {"num_gpu_blocks_override": 2}, "; or raise num_gpu_blocks_override=2$"),
+        ("llama", {"tensor_parallel_size": 60_000}, "=60000 is more than .* heads; use at most 6,"),
+        (
+            "llama",
+            {"pipeline_parallel_size": 1 << 40},
+            "parallel_size=1099511627776 is not",
+        ),
+        ("llama", {"data_parallel_size": 10**30}, "data_parallel_size=10{30} is not valid"),
+        ("llama", {"seed": "x" * 5000}, r"^seed='x{50,100}\.\.\.x{50,100}' is not valid"),
+        ("llama", {"generation_config": "\ud800"}, r"generation_config='\\ud800': Repo id"),
+        (
+            "llama",
+            {"kv_offloading_size": 1.0, "kv_offloading_backend": ""},
+            "kv_offloading_backend='' is not valid; use 'native'",
+        ),
     ],
 )
 def test_options(
@@ -118,6 +142,12 @@ def test_options(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         start(checkpoint(family), **options)
+
+
+@pytest.mark.parametrize("name", ["-inf", "\ud800", "a\0b", "x" * 5000])
+def test_names_that_no_checkpoint_can_have(name: str) -> None:
+    with pytest.raises(ValueError, match=r"^model='.{1,260}: .*(Repo id|File name too long)"):
+        LLM(name)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_5"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from tests.kv_connector.loading import (
     only,
     same,
 )
+from vllm import LLM
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.request import Request
 
@@ -80,6 +83,19 @@ def test_a_pool_that_holds_one_request_at_a_time(
             same(outputs, expected)
         assert core_of(llm).scheduler.stats().num_preemptions
         assert min(num_cached(outputs)) >= 48
+
+
+def test_host_memory_is_free_after_shutdown(checkpoint: Checkpoint) -> None:
+    llm = LLM(str(checkpoint("llama")), max_model_len=64, kv_offloading_size=0.01)
+    connector = core_of(llm).executor.worker.model_runner.connector.connector
+    kept = [weakref.ref(tensor) for tensor in (connector._copies.memory, connector._pool)]
+    del connector
+    gc.disable()  # a collection may be long in coming
+    try:
+        llm.shutdown()
+        assert [tensor() for tensor in kept] == [None, None]
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("family", FAMILIES)

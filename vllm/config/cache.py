@@ -8,11 +8,12 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from vllm.platforms.interface import PAGE_TOKENS
-from vllm.utils.checked import SizeBytes, at_most, config
+from vllm.utils.checked import SizeBytes, at_most, config, require
 from vllm.utils.options import Option
 
 MambaStateDType = Literal["auto", "float32"]
 KVCacheLayout = Literal["NHD", "HND"]
+_BACKENDS = "use 'native', 'lmcache' or the name of a connector"
 
 
 @config()
@@ -49,7 +50,7 @@ class CacheConfig:
     layers. Default: as the KV connector requires, else "NHD"."""
     kv_offloading_size: Annotated[float | None, Field(gt=0.0, allow_inf_nan=False)] = None
     """GiB of host memory to which a connector offloads blocks. Default: no offloading."""
-    kv_offloading_backend: str | None = None
+    kv_offloading_backend: Annotated[str | None, require(lambda name: name != "", _BACKENDS)] = None
     """Connector that offloads: "native", "lmcache", or a connector's name. Default: "native"."""
 
     num_gpu_blocks: int | None = field(default=None, init=False)

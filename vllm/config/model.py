@@ -16,7 +16,7 @@ from vllm.config.parallel import ParallelConfig
 from vllm.logger import init_logger
 from vllm.utils.checked import UNSET, Fillable, at_least, config, is_unset, require
 from vllm.utils.pipeline_stage import PipelineStage
-from vllm.utils.text import brief, did_you_mean
+from vllm.utils.text import brief, did_you_mean, message_of
 
 # A help text reads the fields below: nothing that loads torch is imported before an object is made.
 if TYPE_CHECKING:
@@ -318,11 +318,11 @@ class ModelConfig:
                 revision=self.revision if is_auto else None,
                 hf_token=self.hf_token,
             )
-        except OSError as error:  # it is not a name that the hub could have
-            raise ValueError(f"generation_config={brief(source)}: {error}") from error
+        except (OSError, UnicodeError) as error:  # it is not a name that the hub could have
+            raise ValueError(f"generation_config={brief(source)}: {message_of(error)}") from error
         if content is None and not is_auto:
             raise ValueError(
-                f"generation_config={source!r} has no generation_config.json; "
+                f"generation_config={brief(source)} has no generation_config.json; "
                 "use 'auto', 'vllm' or a folder that has one"
             )
         return {key: value for key, value in (content or {}).items() if value is not None}
@@ -477,9 +477,24 @@ class ModelConfig:
         return end - start
 
     def stage_of(self, parallel_config: ParallelConfig) -> PipelineStage:
-        """Return this rank's pipeline stage. ValueError: the layers cannot be divided so."""
+        """Return this rank's pipeline stage. ValueError: the layers cannot be divided so, or there
+        are more ranks than heads."""
+        self._check_heads(parallel_config.tensor_parallel_size)
         layers = self.get_layers_start_end_indices(parallel_config)
         return PipelineStage(*layers, self.get_total_num_hidden_layers())
+
+    def _check_heads(self, num_ranks: int) -> None:
+        """ValueError: no layer can be cut over so many ranks. Layers say whether theirs can, but
+        only when every rank has its process."""
+        entries = {**vars(self.hf_config), **vars(self.hf_text_config)}
+        named = [n for name, n in entries.items() if "heads" in name or name == "n_head"]
+        heads = [n for n in named if type(n) is int]
+        most = max(heads, default=self.get_hidden_size())
+        if num_ranks > most:
+            raise ValueError(
+                f"tensor_parallel_size={num_ranks} is more than this model has heads; use at most "
+                f"{most}, a size that divides them"
+            )
 
     def get_layers_start_end_indices(self, parallel_config: ParallelConfig) -> tuple[int, int]:
         """Return the first layer of this rank's pipeline stage, and the one after its last.

@@ -15,6 +15,8 @@ from vllm.utils.text import one_of
 from vllm.utils.token_spread import WHOLE, TokenSpread
 
 ALL2ALL_BACKENDS = ("allgather_reducescatter", "naive")
+RankCount = Annotated[int, Field(ge=1, le=1 << 16)]
+"""More processes than that are a slip, and lists of their numbers would not fit into memory."""
 BACKENDS = (None, "uni", "mp", "ray", "external_launcher")
 
 
@@ -22,11 +24,11 @@ BACKENDS = (None, "uni", "mp", "ray", "external_launcher")
 class ParallelConfig:
     """Sizes of the groups of ranks."""
 
-    tensor_parallel_size: Annotated[int, Field(ge=1), Option(short_flag="-tp")] = 1
+    tensor_parallel_size: Annotated[RankCount, Option(short_flag="-tp")] = 1
     """Number of ranks that share every layer, each a process (on CPUs)."""
-    pipeline_parallel_size: Annotated[int, Field(ge=1), Option(short_flag="-pp")] = 1
+    pipeline_parallel_size: Annotated[RankCount, Option(short_flag="-pp")] = 1
     """Number of stages, each with a part of the layers, in one or more processes (on CPUs)."""
-    data_parallel_size: Annotated[int, Field(ge=1), Option(short_flag="-dp")] = 1
+    data_parallel_size: Annotated[RankCount, Option(short_flag="-dp")] = 1
     """Number of engines that serve side by side, each a process (on CPUs)."""
     data_parallel_size_local: Annotated[int | None, Field(ge=0), Option(short_flag="-dpl")] = None
     """Number of them on this machine; the others are those of `vllm serve --headless` on other
@@ -52,13 +54,13 @@ class ParallelConfig:
     of its prompt before, unless that has more than twice as many requests as another, and 4."""
     data_parallel_backend: Annotated[str, Option(short_flag="-dpb", supported=("mp",))] = "mp"
     """Way of starting the engines: "mp", by this package's own processes."""
-    decode_context_parallel_size: Annotated[int, Field(ge=1), Option(short_flag="-dcp")] = 1
+    decode_context_parallel_size: Annotated[RankCount, Option(short_flag="-dcp")] = 1
     """Number of the tensor_parallel_size ranks over which cached tokens are spread, instead of a
     copy on each; it divides the number of ranks that have the same key/value head."""
-    prefill_context_parallel_size: Annotated[int, Field(ge=1), Option(short_flag="-pcp")] = 1
+    prefill_context_parallel_size: Annotated[RankCount, Option(short_flag="-pcp")] = 1
     """Number of ranks with the same weights that share the tokens of a step and spread cached
     tokens; each is a process (on CPUs)."""
-    cp_kv_cache_interleave_size: Annotated[int, Field(ge=1)] = 1
+    cp_kv_cache_interleave_size: RankCount = 1
     """Number of consecutive tokens on one rank of those that spread them
     (decode_context_parallel_size, prefill_context_parallel_size); it divides the tokens that a
     rank has of a block (block_size)."""
@@ -76,7 +78,7 @@ class ParallelConfig:
     each of the others in its own; "ray", the same, and the others are actors of a Ray cluster;
     "external_launcher", one in each process that torchrun started, all of which make the same calls
     of `LLM`. Default: "uni" for one rank, else "mp"."""
-    nnodes: Annotated[int, Field(ge=1)] = 1
+    nnodes: RankCount = 1
     """Number of machines over which "mp" spreads the ranks. Each but the first runs `vllm serve
     --headless`."""
     node_rank: Annotated[int, Field(ge=0)] = 0

@@ -18,7 +18,7 @@ from vllm.logger import init_logger
 from vllm.transformers_utils.config_entries import check_entries
 from vllm.utils.lazy_modules import only_what_configs_need
 from vllm.utils.regular_files import check_files, check_regular
-from vllm.utils.text import parse_json
+from vllm.utils.text import brief, message_of, parse_json
 from vllm.utils.weight_files import check_not_adapter, not_a_model, read_torch_file, torch_files
 
 if TYPE_CHECKING:
@@ -78,14 +78,18 @@ def load_hf_config(
             )
     except Exception as error:  # transformers' own validation errors share no base class
         if not content:
-            name = "adapter_config.json"
-            if load_json_file(model, name, revision=revision, hf_token=hf_token) is not None:
+            name, adapter = "adapter_config.json", None
+            with suppress(OSError, UnicodeError):  # no file and no hub id can have that name
+                adapter = load_json_file(model, name, revision=revision, hf_token=hf_token)
+            if adapter is not None:
                 raise not_a_model(model, "its base model") from error
         if isinstance(error, KeyError):
             reason = _explain_unknown_entry(content, error)
         else:
-            reason = f"{error}{_entries_looked_at(content, error)}"
-        raise ValueError(f"model={model!r}: its config.json cannot be loaded: {reason}") from error
+            reason = f"{message_of(error)}{_entries_looked_at(content, error)}"
+        raise ValueError(
+            f"model={brief(model)}: its config.json cannot be loaded: {reason}"
+        ) from error
     config = apply_hf_overrides(config, hf_overrides) if hf_overrides else config
     for one in (config, config.get_text_config(decoder=True)):
         _complete_rope_parameters(one)
@@ -130,7 +134,13 @@ def _entries_looked_at(content: Mapping[str, Any], error: Exception) -> str:
 def _check_folder(model: str) -> None:
     """Raise ValueError for a path that is not a checkpoint folder. Hub ids pass."""
     path = Path(model).expanduser()
-    if path.is_dir():
+    try:
+        is_folder = path.is_dir()
+    except OSError as error:  # such as a name that is too long
+        raise ValueError(
+            f"model={brief(model)}: {error.strerror}; give a checkpoint folder or a hub id"
+        ) from error
+    if is_folder:
         check_files(path)
         if not (path / "config.json").is_file():
             check_not_adapter(path, model)

@@ -20,7 +20,7 @@ from pydantic import (
 )
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 
-from vllm.utils.mem_utils import parse_size
+from vllm.utils.mem_utils import SIZE_ADVICE, parse_size
 from vllm.utils.options import options_of
 from vllm.utils.text import brief, parse_json, unknown_key_message
 
@@ -45,8 +45,17 @@ def is_unset(value: object) -> bool:
     return value is None
 
 
+class Advice(ValueError):
+    """Says what would work instead of a field's value; the message adds the name and the value."""
+
+
 def _size_from_text(value: object) -> object:
-    return parse_size(value) if isinstance(value, str) else value
+    if not isinstance(value, str):
+        return value
+    try:
+        return parse_size(value)
+    except ValueError:
+        raise Advice(SIZE_ADVICE) from None
 
 
 SizeBytes = Annotated[int, BeforeValidator(_size_from_text)]
@@ -55,10 +64,6 @@ SizeBytes = Annotated[int, BeforeValidator(_size_from_text)]
 
 def _path_as_text(value: object) -> object:
     return os.fspath(value) if isinstance(value, os.PathLike) else value
-
-
-class Advice(ValueError):
-    """Says what would work instead of a field's value; the message adds the name and the value."""
 
 
 def require(holds: Callable[[Any], object], advice: str) -> AfterValidator:
@@ -163,14 +168,14 @@ def _explain(cls: type, option: str, error: ValidationError) -> str:
             known = [f.name for f in fields(cls) if f.init]
             message = unknown_key_message(option or cls.__name__, name, known)
         elif isinstance(cause, Advice):
-            message = f"{full_name}={detail['input']!r} is not valid; {cause}"
+            message = f"{full_name}={brief(detail['input'])} is not valid; {cause}"
         elif kind == "value_error" and cause is not None:
             message = str(cause)
         elif kind in ("missing", "missing_keyword_only_argument"):
             message = f"{full_name} is missing; it has no default"
         else:
             expected = detail["msg"].replace("Input should be", "it should be")
-            message = f"{full_name}={detail['input']!r} is not valid: {expected}"
+            message = f"{full_name}={brief(detail['input'])} is not valid: {expected}"
         if message not in messages:
             messages.append(message)
     return "; ".join(messages)

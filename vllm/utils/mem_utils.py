@@ -24,6 +24,9 @@ _UNIT_BYTES = {
 }
 
 
+SIZE_ADVICE = "use a number of bytes, or for instance 512M or 4GiB"
+
+
 def parse_size(text: str) -> int:
     """A number with a unit: ``512M`` and ``4GiB`` are binary, ``4GB`` and ``4g`` decimal.
 
@@ -36,7 +39,7 @@ def parse_size(text: str) -> int:
         factor = _UNIT_BYTES.get(unit if len(unit) == 1 else unit.lower())
         if factor is not None and (unit or "." not in number):
             return int(float(number) * factor) if "." in number else int(number) * factor
-    raise ValueError(f"{text!r} is not a size; use a number of bytes, or for instance 512M or 4GiB")
+    raise ValueError(f"{text!r} is not a size; {SIZE_ADVICE}")
 
 
 def format_bytes(num_bytes: int) -> str:

@@ -274,20 +274,23 @@ def get_kv_cache_configs(
 
 def _num_blocks(vllm_config: VllmConfig, layout: PoolLayout, available_bytes: int) -> int:
     needed = 1 + blocks_per_request(vllm_config, layout.groups)
-    num_blocks = vllm_config.cache_config.num_gpu_blocks_override
-    if num_blocks is None:
-        num_blocks = available_bytes // layout.block_bytes
+    override = vllm_config.cache_config.num_gpu_blocks_override
+    num_blocks = available_bytes // layout.block_bytes if override is None else override
     if num_blocks >= needed:
         return num_blocks
     length = vllm_config.model_config.max_model_len
     have = num_blocks * layout.block_bytes
     fitting = estimate_max_model_len(vllm_config, layout, have)
     hint = f"max_model_len={fitting} would fit; or raise" if fitting else "No length fits; raise"
+    options = (
+        "kv_cache_memory_bytes / gpu_memory_utilization"
+        if override is None
+        else f"num_gpu_blocks_override={override}"
+    )
     raise ValueError(
         f"the KV pool is too small for one request of max_model_len={length} tokens: it needs "
         f"{needed} blocks of {layout.block_bytes} bytes ({needed * layout.block_bytes / 2**20:.1f} "
-        f"MiB), {num_blocks} blocks ({have / 2**20:.1f} MiB) are there. {hint} "
-        "kv_cache_memory_bytes / gpu_memory_utilization"
+        f"MiB), {num_blocks} blocks ({have / 2**20:.1f} MiB) are there. {hint} {options}"
     )
 
 

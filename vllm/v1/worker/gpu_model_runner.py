@@ -688,6 +688,7 @@ class GPUModelRunner:
         """End the connector's threads and release the pool and the model."""
         if self.connector is not None:
             self.connector.shutdown()
+            self.connector = None  # it may hold host memory, and its own views of the pool
         self.extractor.shutdown()
         self.release_pool()
         self._cache_layers.clear()

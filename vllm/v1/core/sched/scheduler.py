@@ -277,6 +277,9 @@ class Scheduler:
                 before = manager.block_counts(request.request_id)
                 while not manager.allocate(request, computed + count):
                     victim = self._choose_victim()
+                    is_alone = len(self.running) == 1
+                    if is_alone and computed > request.num_finished_tokens:
+                        return  # its step under way has blocks to give back, such as kept states
                     index -= self.running.index(victim) < index
                     self._preempt(victim, step)
                     if victim is request:
