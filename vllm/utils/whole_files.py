@@ -9,6 +9,7 @@ from all other files.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
@@ -53,10 +54,11 @@ def temporary_path(path: str | os.PathLike[str], owner: str | None = None) -> st
 def write_whole(path: str | os.PathLike[str], content: bytes, owner: str | None = None) -> None:
     """Write a file and wait for the disk; until then an older file of that name stays.
 
-    OSError: it cannot be written, or the name is that of a device, a pipe or a folder.
+    OSError: it cannot be written, or the name is that of a folder, a device or a pipe.
     """
     if os.path.exists(path) and not is_regular(path):
-        raise OSError(f"{os.fspath(path)} is not a regular file, so it is not replaced")
+        number = errno.EISDIR if os.path.isdir(path) else errno.EINVAL
+        raise OSError(number, "not a regular file, so it is not replaced", os.fspath(path))
     temporary = temporary_path(path, owner)
     try:
         with open(temporary, "xb") as file:
