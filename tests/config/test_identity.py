@@ -160,6 +160,34 @@ def test_code_that_a_registered_class_imports(
     assert found[0] == found[2] != found[1]
 
 
+@pytest.mark.parametrize(
+    "changed", ["user_script.py", "user_space/part/__init__.py", "user_old.py"]
+)
+def test_code_that_is_imported_later_does_not_run_now(
+    changed: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A script, a part of a package without a file of its own, and what Python cannot read."""
+    monkeypatch.setattr(ModelRegistry, "_registered", {"LlamaForCausalLM": "user_model:User"})
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "user_model", raising=False)
+    (tmp_path / "user_model.py").write_text(
+        f"from {__name__} import Changed\nclass User(Changed):\n    def forward(self):\n"
+        "        from user_script import a\n        from user_space.part import b\n"
+        "        import user_old\n        import user_nowhere.x\n"
+    )
+    ran = tmp_path / "ran"
+    (tmp_path / "user_space" / "part").mkdir(parents=True)
+    for file in ("user_script.py", "user_space/part/__init__.py"):
+        (tmp_path / file).write_text(f"open({str(ran)!r}, 'w')\nraise SystemExit")
+    (tmp_path / "user_old.py").write_text("print 1")
+    before = of(folder)
+    assert of(folder) == before
+    with (tmp_path / changed).open("a") as file:
+        file.write("\n# changed")
+    assert of(folder) != before
+    assert not ran.exists()
+
+
 @pytest.mark.parametrize(("name", "value"), [("factor", 3), ("compute_logits", lambda *_: None)])
 def test_what_is_set_on_a_registered_class(
     name: str, value: Any, folder: Path, monkeypatch: pytest.MonkeyPatch

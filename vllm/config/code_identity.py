@@ -9,6 +9,7 @@ import inspect
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import FunctionType, ModuleType
 
@@ -80,7 +81,7 @@ def _files_used_by(module: str) -> set[Path]:
             continue
         seen.add(name)
         if package not in (own, name) and _is_installed(_file_of(package)):
-            continue  # looking for a part of it would import it
+            continue
         file = _file_of(name)
         if file is None or (package != own and _is_installed(file)):
             continue
@@ -99,13 +100,38 @@ def _is_installed(file: Path | None) -> bool:
 
 
 def _file_of(module: str) -> Path | None:
+    """The file of a module, found without importing anything: importing would run it."""
     found = sys.modules.get(module)
     if found is not None:
         file = vars(found).get("__file__")
         return Path(file) if file else None
-    with suppress(Exception):  # whatever a package does when it is imported
-        spec = importlib.util.find_spec(module)
+    parent, _, name = module.rpartition(".")
+    if not parent:
+        spec = _spec_of(module)
         return Path(spec.origin) if spec and spec.has_location and spec.origin else None
+    places = [path for folder in _folders_of(parent) for path in _places_of(folder / name)]
+    return next(filter(Path.is_file, places), None)
+
+
+def _places_of(path: Path) -> tuple[Path, Path]:
+    return path / "__init__.py", path.with_name(f"{path.name}.py")
+
+
+def _folders_of(package: str) -> list[Path]:
+    """The folders of a package's modules, found likewise; none: it is no package."""
+    found = sys.modules.get(package)
+    if found is not None:
+        return [Path(folder) for folder in vars(found).get("__path__", ())]
+    parent, _, name = package.rpartition(".")
+    if parent:
+        return [path for f in _folders_of(parent) if (path := f / name).is_dir()]
+    spec = _spec_of(package)
+    return [Path(folder) for folder in (spec and spec.submodule_search_locations) or ()]
+
+
+def _spec_of(package: str) -> ModuleSpec | None:
+    with suppress(ImportError, ValueError):  # nothing of that name, or one without a spec
+        return importlib.util.find_spec(package)
     return None
 
 
@@ -114,7 +140,11 @@ def _imports_of(module: str, file: Path) -> Iterator[str]:
     if file.suffix != ".py":
         return
     package = module if file.name == "__init__.py" else module.rpartition(".")[0]
-    for node in ast.walk(ast.parse(file.read_bytes())):
+    try:
+        parsed = ast.parse(file.read_bytes())
+    except (SyntaxError, ValueError):  # nothing has run it; its content counts all the same
+        return
+    for node in ast.walk(parsed):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
