@@ -91,6 +91,25 @@ def test_an_iteration_that_is_left_begins_anew(dataset: ExtractingDataset) -> No
         items.close()  # type: ignore[attr-defined]
 
 
+def test_an_epoch_that_is_chosen_meanwhile_is_the_next_one(dataset: ExtractingDataset) -> None:
+    """The state stays that of the iteration under way."""
+    dataset.set_epoch(9)
+    later = indices(dataset)
+    for ends in (True, False):
+        dataset.set_epoch(5)
+        items = iter(dataset)
+        next(items)
+        dataset.set_epoch(9)
+        next(items)
+        state = dataset.state_dict()
+        assert (state["epoch"], state["num_read"]) == (5, 2)
+        with pytest.raises(RuntimeError, match="load_state_dict: an iteration is under way"):
+            dataset.load_state_dict(state)
+        list(items) if ends else items.close()  # type: ignore[attr-defined]
+        assert dataset.state_dict()["epoch"] == 9
+        assert indices(dataset) == later
+
+
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_it_goes_on_after_the_last_batch(dataset: ExtractingDataset, batch_size: int) -> None:
     """A DataLoader that read some batches, then another one with its state; set_epoch between."""

@@ -135,6 +135,7 @@ class ExtractingDataset(IterableDataset[Any]):
         self._cache_folder, self._cache_bytes = cache, cache_bytes
         self._skips = on_error == "skip"
         self._epoch = 0
+        self._next_epoch: int | None = None  # chosen while an iteration is under way
         self._start = 0  # place in the epoch's order with which the next iteration begins
         self._num_read = 0  # places of the epoch's order that were read
         self._is_under_way = False
@@ -162,7 +163,9 @@ class ExtractingDataset(IterableDataset[Any]):
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch, counted from 0, whose order the next iteration has."""
-        if epoch != self._epoch:
+        if self._is_under_way:
+            self._next_epoch = epoch
+        elif epoch != self._epoch:
             self._epoch, self._num_read, self._start = epoch, 0, 0
 
     def state_dict(self) -> dict[str, Any]:
@@ -172,8 +175,11 @@ class ExtractingDataset(IterableDataset[Any]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Let the next iteration go on after the last sample of another run.
 
-        ValueError: that run had other samples, or another order.
+        ValueError: that run had other samples, or another order. RuntimeError: an iteration is
+        under way.
         """
+        if self._is_under_way:
+            raise RuntimeError("load_state_dict: an iteration is under way; end it first")
         if not isinstance(state, Mapping):
             raise ValueError(f"state_dict={state!r}: has to be what state_dict() returned")
         own = self._own_state()
@@ -236,6 +242,9 @@ class ExtractingDataset(IterableDataset[Any]):
             self._epoch, self._num_read = self._epoch + 1, 0
         finally:
             self._is_under_way = False
+            chosen, self._next_epoch = self._next_epoch, None
+            if chosen is not None:
+                self.set_epoch(chosen)
 
     def _add_wait(self, seconds: float) -> None:
         self.waited_seconds += seconds
