@@ -78,11 +78,13 @@ class BlockPool:
         return block in self._cached and self._keys[block][0][0] == group_id
 
     def allocate(self, count: int, *, for_states: bool = False) -> list[int]:
-        """Hand out ``count`` blocks, each held once. The caller has checked that there is room."""
+        """Hand out ``count`` blocks, each held once. The caller has checked that there is room.
+
+        KeyError: there is none.
+        """
         own, other = self._idle_front, self._idle_back
         if for_states:
             own, other = other, own
-        assert count <= self.num_free_blocks, f"{count} blocks of {self.num_free_blocks}"
         blocks: list[int] = []
         while len(blocks) < count:
             left = count - len(blocks)
@@ -93,10 +95,12 @@ class BlockPool:
                 or _take_last(other, left)
                 or self._overwrite_cached()
             )
-        self._add_idle(blocks[count:])
-        del blocks[count:]
+        if len(blocks) > count:
+            self._add_idle(blocks[count:])
+            del blocks[count:]
+        references = self._references
         for block in blocks:
-            self._references[block] = 1
+            references[block] = 1
         return blocks
 
     def _add_idle(self, blocks: Iterable[int]) -> None:
@@ -157,14 +161,17 @@ class BlockPool:
                 self._num_cached += 1 + len(self._followers.get(block, ()))
             else:
                 lost.append(block)
-        self._add_idle(lost)
-        if lost and self.on_recycle:
-            self.on_recycle(lost)
+        if lost:
+            self._add_idle(lost)
+            if self.on_recycle:
+                self.on_recycle(lost)
 
-    def touch(self, block: int) -> None:
-        """Let a cached block be overwritten after all others that are cached now."""
-        if block in self._cached:
-            self._cached.move_to_end(block)
+    def touch(self, blocks: Iterable[int]) -> None:
+        """Let each cached one of ``blocks`` be overwritten after all others that are cached."""
+        cached = self._cached
+        for block in blocks:
+            if block in cached:
+                cached.move_to_end(block)
 
     def demote(self, block: int) -> None:
         """Let a cached block be overwritten before all others that are cached now."""

@@ -366,8 +366,7 @@ class KVCacheManager:
         ends = self.coordinator.recurrent.free(request.request_id)
         for manager in self.coordinator.token_managers:
             ends += manager.free(request.request_id)
-        for _, block in sorted(ends, reverse=True):
-            self.pool.touch(block)
+        self.pool.touch([block for _, block in sorted(ends, reverse=True)])
 
     def reset_prefix_cache(self) -> None:
         """Make everything unfindable, including what running requests hold."""

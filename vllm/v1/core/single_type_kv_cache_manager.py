@@ -104,20 +104,13 @@ class TokenBlockManager:
         first = self._registered.get(request_id, 0)
         last = num_tokens // HASH_TOKENS
         for grain in range(first, last):
-            digest = hashes[grain]
             end = (grain + 1) * HASH_TOKENS
-            index, inside = divmod(end, per_block)
-            if inside:
-                self._register(table, index, digest)
-            # Blocks that end after the previous grain but not after this one.
-            while index > 0 and index * per_block > end - HASH_TOKENS:
-                index -= 1
-                self._register(table, index, digest)
+            # The blocks that hold tokens of the grain.
+            begin_block, end_block = (end - HASH_TOKENS) // per_block, cdiv(end, per_block)
+            for index, block in enumerate(table[begin_block:end_block], begin_block):
+                if block != NULL_BLOCK:
+                    self.pool.register(block, (self.group_id, hashes[grain], index))
         self._registered[request_id] = max(first, last)
-
-    def _register(self, table: list[int], index: int, digest: bytes) -> None:
-        if index < len(table) and table[index] != NULL_BLOCK:
-            self.pool.register(table[index], (self.group_id, digest, index))
 
     def _find_full(self, hashes: Sequence[bytes], index: int) -> int | None:
         """The block that holds all tokens of table position ``index``."""
@@ -246,33 +239,39 @@ class HiddenStateManager(_PassingBlockManager):
         return num_computed_tokens // self.tokens_per_block
 
     def free(self, request_id: str) -> list[tuple[int, int]]:
-        super().free(request_id)
+        self._registered.pop(request_id, None)
+        self._num_released.pop(request_id, None)
+        self._release(request_id, self.tables.pop(request_id, []))
         released = self._released.pop(request_id)
         self._retain(released)
         return self._ends(released)
 
     def _let_go(self, request_id: str, blocks: list[int]) -> None:
-        """Release the next blocks of a request; forget the last ones beyond the limit."""
+        self._retain(self._release(request_id, blocks))
+
+    def _release(self, request_id: str, blocks: list[int]) -> list[int]:
+        """Release the next blocks of a request and forget those beyond the limit; return others."""
         self.pool.release(reversed(blocks))
         released = self._released.setdefault(request_id, [])
-        room = self.max_retained_blocks - len(released)
+        room = max(self.max_retained_blocks - len(released), 0)
         kept = [block for block in blocks if block != NULL_BLOCK]
-        self._forget(kept[max(room, 0) :])
-        kept = kept[: max(room, 0)]
+        self._forget(kept[room:])
+        del kept[room:]
         released += kept
-        self._retain(kept)
+        return kept
 
     def _retain(self, blocks: Sequence[int]) -> None:
         """Keep these blocks findable, the first one longest: without it the rest is useless."""
-        for block in reversed(blocks):
-            # By now the block may be held again, or hold content of another group.
-            if self.pool.is_cached_for(block, self.group_id):
-                self.pool.touch(block)
-                self._retained[block] = None
-                self._retained.move_to_end(block)
-        while len(self._retained) > self.max_retained_blocks:
-            block, _ = self._retained.popitem(last=False)
-            self._forget([block])
+        pool, retained = self.pool, self._retained
+        # By now a block may be held again, or hold content of another group.
+        own = [block for block in reversed(blocks) if pool.is_cached_for(block, self.group_id)]
+        pool.touch(own)
+        for block in own:
+            retained[block] = None
+            retained.move_to_end(block)
+        while len(retained) > self.max_retained_blocks:
+            block, _ = retained.popitem(last=False)
+            self._forget((block,))
 
     def _forget(self, blocks: Sequence[int]) -> None:
         for block in blocks:
