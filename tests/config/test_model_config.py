@@ -228,6 +228,10 @@ def test_bad_checkpoints_are_named(tmp_path: Path, make_checkpoint: MakeCheckpoi
     folder = make_checkpoint(LLAMA, num_hidden_layers="many")
     with pytest.raises(ValueError, match=r"cannot be loaded: .*num_hidden_layers='many'"):
         ModelConfig(model=folder)
+    lacking = {"type": "su", "short_factor": [1.0] * 8, "long_factor": [1.0] * 8}
+    folder = make_checkpoint(LLAMA, model_type="phi3", rope_scaling=lacking)
+    with pytest.raises(ValueError, match=r"loaded: Missing required keys .*embeddings'\}$"):
+        ModelConfig(model=folder)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests.engine.harness import engine, greedy, random_prompts
+from tests.models import zoo
 from tests.models.families import SLICE
 from tests.models.oracle import ModuleOracle, place_of, relative_error
 from vllm import AsyncEngineArgs, AsyncLLM
@@ -123,6 +124,28 @@ def test_of_modules_of_transformers(family: str, checkpoint: Checkpoint) -> None
         rows = [s.hidden_states[:, 0] for s in llm.extract(PROMPTS, layers=[2])]
     for value, row in zip(values, rows, strict=True):
         assert relative_error(value["blocks.1.hook_resid_post"], row) <= 1e-5
+
+
+@pytest.mark.parametrize(
+    ("model_type", "added"),
+    [("bloom", ""), ("mpt", "attn"), ("olmo2", ""), ("gptj", "attn mlp"), ("gpt_neo", "attn mlp")],
+)
+def test_what_modules_add_to_the_stream(model_type: str, added: str, tmp_path: Path) -> None:
+    """The names say so only where it is so: some modules return the stream, or a norm follows."""
+    zoo.make_checkpoint(tmp_path, model_type)
+    options = {"skip_tokenizer_init": True, "max_model_len": 64}
+    with engine(tmp_path, model_impl="transformers", **options) as llm:
+        kinds = ("attn", "mlp")
+        named = {name for point in points_of(llm) for name in point.names}
+        assert {f"blocks.1.{kind}.hook_out" for kind in kinds} <= named
+        found = [kind for kind in kinds if f"blocks.1.hook_{kind}_out" in named]
+        assert found == added.split()
+        if len(found) < 2:
+            return
+        hooks = [f"blocks.1.hook_{name}" for name in ("attn_out", "mlp_out")]
+        for sample in llm.extract(PROMPTS[:2], layers=[1, 2], hooks=hooks):
+            change = sample.hidden_states[:, 1] - sample.hidden_states[:, 0]
+            assert relative_error(sum(map(sample.activations.get, hooks)), change) <= 1e-4
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_5"])

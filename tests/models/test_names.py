@@ -70,6 +70,20 @@ def test_the_base_of_names_may_be_missing_or_there_twice(family: str, tmp_path: 
         assert torch.equal(rows, stream)
 
 
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
+def test_a_text_model_that_was_cut_out_of_the_whole(family: str, tmp_path: Path) -> None:
+    """Its names are those inside the whole model, which transformers reads for these configs."""
+    folder = make_checkpoint(tmp_path, family, tokenizer=False)
+    expected = streams_of(folder)
+    rename(folder, ("model.", "model.language_model."))
+    path = folder / "model.safetensors"
+    beside = {"model.visual.patch_embed.proj.weight": torch.ones(3), "mtp.fc.weight": torch.ones(2)}
+    save_file(load_file(path) | beside, path, metadata={"format": "pt"})
+    for rows, stream in zip(streams_of(folder), expected, strict=True):
+        assert torch.equal(rows, stream)
+    check_streams(folder, reference_run(folder, PROMPT).streams)
+
+
 @pytest.mark.parametrize("family", EACH_FAMILY)
 def test_a_bare_model_has_the_same_streams(family: str, tmp_path: Path) -> None:
     expected = streams_of(make_checkpoint(tmp_path / "whole", family, tokenizer=False))

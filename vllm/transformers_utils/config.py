@@ -106,6 +106,8 @@ def _complete_rope_parameters(config: PretrainedConfig) -> None:
 def _explain_unknown_entry(content: Mapping[str, Any], error: KeyError) -> str:
     """Name the entries with a value that transformers does not know, such as a kind of layer."""
     entry = error.args[0]
+    if isinstance(entry, str) and " " in entry:
+        return entry  # a sentence of transformers
     fields = [
         f"{name}={value!r}"
         for name, value in content.items()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -20,6 +20,7 @@ from vllm.model_executor.models.decoder_model import DecoderForCausalLM
 from vllm.model_executor.models.latent_attention import LatentOptions, LatentSelfAttention
 from vllm.model_executor.models.mixture import make_moe
 from vllm.model_executor.models.utils import STACKED_GATE_UP, StackedParams
+from vllm.ops.packed_linear import PackedWeight
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -111,6 +112,19 @@ class LongcatFlashForCausalLM(DecoderForCausalLM):
 
     def make_layer(self, vllm_config: VllmConfig, index: int, prefix: str) -> nn.Module:
         return LongcatFlashDecoderLayer(vllm_config, prefix)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor | PackedWeight]]) -> set[str]:
+        return super().load_weights(self._without_identity(weights))
+
+    def _without_identity(
+        self, weights: Iterable[tuple[str, torch.Tensor | PackedWeight]]
+    ) -> Iterator[tuple[str, torch.Tensor | PackedWeight]]:
+        """Cut the tables of identity experts, which transformers has behind the others'."""
+        count = self.config.n_routed_experts
+        for name, tensor in weights:
+            if isinstance(tensor, torch.Tensor) and name.endswith("experts.gate_up_proj"):
+                tensor = tensor[:count]
+            yield name, tensor
 
     def make_skipper(self) -> Callable[[str], str | None]:
         """Skip tensors that transformers writes for identity experts, too."""

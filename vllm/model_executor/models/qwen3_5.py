@@ -50,7 +50,9 @@ class Qwen3_5ForCausalLM(HybridForCausalLM):  # noqa: N801
             "in_proj_a": 5,
         },
     }
-    skipped_weights: ClassVar[tuple[str, ...]] = ("mtp.",)
+    module_names: ClassVar[Mapping[str, str]] = {"model.language_model.": "model."}
+    """Names in a checkpoint cut out of the whole model. transformers renames them, too."""
+    skipped_weights: ClassVar[tuple[str, ...]] = ("mtp.", "model.visual.")
 
     def attention_options(self, config: Any, index: int) -> AttentionOptions:
         """Return the options of attention whose heads are multiplied by a sigmoid gate."""
@@ -64,4 +66,4 @@ class Qwen3_5ForConditionalGeneration(Qwen3_5ForCausalLM):  # noqa: N801
     """Qwen3.5, dense, as published: the text model; vision and MTP weights are skipped."""
 
     checkpoint_prefixes: ClassVar[Mapping[str, str]] = {"model.": "model.language_model."}
-    skipped_weights: ClassVar[tuple[str, ...]] = ("mtp.", "model.visual.")
+    module_names: ClassVar[Mapping[str, str]] = {}

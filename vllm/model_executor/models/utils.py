@@ -194,15 +194,17 @@ class CheckpointNames:
         """List the layouts of a parameter in the file: its tensors and their shards."""
         module, _, leaf = name.rpartition(".")
         parent, _, last = module.rpartition(".")
-        if last in self._stacked:
-            parts = self._stacked[last].items()
-            return [{self.spell(f"{parent}.{part}.{leaf}"): shard for part, shard in parts}]
         owner = root.get_submodule(module)
-        ways = owner.checkpoint_layouts(leaf) if isinstance(owner, HasLayouts) else [{leaf: None}]
-        return [
+        own = owner.checkpoint_layouts(leaf) if isinstance(owner, HasLayouts) else ()
+        ways = [
             {self.spell(f"{module}.{part}" if module else part): s for part, s in way.items()}
-            for way in ways
+            for way in own or [{leaf: None}]
         ]
+        if last not in self._stacked:
+            return ways
+        parts = self._stacked[last].items()
+        stacked = {self.spell(f"{parent}.{part}.{leaf}"): shard for part, shard in parts}
+        return [stacked, *(ways if own else ())]
 
 
 class AutoWeightsLoader:

@@ -26,16 +26,18 @@ def find_module_points(
     replaced, because they do not run; modules that run more than once in a pass; and what is
     inside of experts, which see some of the tokens.
     """
+    layers = list(layers)
     inside = {
         module: (index, layer)
         for index, layer in enumerate(layers)
         for module in _running_parts(layer)
     }
     first, second = (_forms_in_pass(inside, run, count) for count in _NUM_TOKENS)
+    added = _added_branches(layers, run)
     for module, (index, layer) in inside.items():
         form = first.get(module)
         if form is not None and form == second.get(module):
-            own = (*_names_in_block(layer, module, names), names[module])
+            own = (*_names_in_block(layer, module, names, module in added), names[module])
             yield HookPoint(own, index + 1, form, module)
 
 
@@ -58,6 +60,60 @@ def _forms_in_pass(
     return forms
 
 
+def _added_branches(
+    layers: Iterable[nn.Module], run: Callable[[int], None]
+) -> frozenset[nn.Module]:
+    """Return the attentions and MLPs whose output is what the layer adds to the stream.
+
+    The output of the others is the layer's own, or goes into another part of the layer as it is:
+    it is the stream already (BLOOM's parts add it themselves), or a norm follows.
+    """
+    returned: dict[nn.Module, torch.Tensor] = {}
+    others: set[nn.Module] = set()
+
+    def note(branch: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        if torch.is_tensor(value := first_tensor(output)):
+            returned[branch] = value.flatten().clone()
+
+    def compare(branches: list[nn.Module], *values: Any) -> None:
+        if torch.is_tensor(value := first_tensor(values)) and value.is_floating_point():
+            flat = value.flatten()
+            others.update(one for one in branches if one in returned and flat.equal(returned[one]))
+
+    handles = []
+    for layer in layers:
+        children = dict(layer.named_children())
+        branches = [children[name] for name in (*_ATTENTIONS, *_MLPS) if name in children]
+        for child in children.values():
+            if isinstance(child, nn.Dropout | nn.Identity):
+                continue
+
+            def before(
+                module: nn.Module,
+                args: tuple[Any, ...],
+                options: dict[str, Any],
+                branches: list[nn.Module] = branches,
+            ) -> None:
+                rest = [branch for branch in branches if branch is not module]
+                compare(rest, *args, *options.values())
+
+            handles.append(child.register_forward_pre_hook(before, with_kwargs=True))
+
+        def behind(
+            module: nn.Module, args: Any, output: Any, branches: list[nn.Module] = branches
+        ) -> None:
+            compare(branches, output)
+
+        handles += [branch.register_forward_hook(note) for branch in branches]
+        handles.append(layer.register_forward_hook(behind))
+    try:
+        run(_NUM_TOKENS[0])
+    finally:
+        for handle in handles:
+            handle.remove()
+    return frozenset(returned) - others
+
+
 def _running_parts(layer: nn.Module) -> Iterator[nn.Module]:
     for name, child in layer.named_children():
         yield child
@@ -74,14 +130,13 @@ def _form_of(value: Any, num_tokens: int) -> HookForm | None:
 
 
 def _names_in_block(
-    layer: nn.Module, module: nn.Module, names: Mapping[nn.Module, str]
+    layer: nn.Module, module: nn.Module, names: Mapping[nn.Module, str], is_added: bool
 ) -> Iterator[str]:
-    """Yield TransformerLens' names of a child of a layer."""
+    """Yield TransformerLens' names of a child of a layer; is_added: to the stream, as it is."""
     path = names[module].removeprefix(names[layer] + ".")
     block = f"blocks.{names[layer].rpartition('.')[2]}"
     for kind, usual in (("attn", _ATTENTIONS), ("mlp", _MLPS)):
         if path in usual:
             yield f"{block}.{kind}.hook_out"
-            # Beside two norms there are norms of outputs, and the name is theirs.
-            if sum("norm" in type(child).__name__.lower() for child in layer.children()) <= 2:
+            if is_added:
                 yield f"{block}.hook_{kind}_out"

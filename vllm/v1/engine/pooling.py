@@ -32,8 +32,9 @@ if TYPE_CHECKING:
 PoolingTask = Literal["embed", "classify", "token_embed", "token_classify"]
 Pooled = PoolingRequestOutput[PoolingOutput]
 _TOO_LONG = (
-    ", the max_seq_length of the checkpoint's sentence_bert_config.json; set "
-    "truncate_prompt_tokens=-1 to cut prompts there as sentence-transformers does, or "
+    ", the max_seq_length of the checkpoint's files (sentence_bert_config.json, or "
+    "model_max_length in tokenizer_config.json); set truncate_prompt_tokens=-1 to cut prompts "
+    "there as sentence-transformers does, or "
     "pooling='last' or 'mean' to take all tokens"
 )
 _OWN_OPTIONS = frozenset({"positions", "mask", "add_special_tokens", "lora_request"})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -47,6 +48,11 @@ class CausalConv1d(Layer):
         channels = sum(channel_sizes) // self.tp_size
         self.weight = make_parameter(torch.empty(channels, width), self.weight_loader)
         self.bias = make_parameter(torch.zeros(channels), self.bias_loader) if bias else None
+
+    def checkpoint_layouts(self, leaf: str) -> list[Mapping[str, int | None]]:
+        """List the whole as a layout, beside the parts by which checkpoints of a family store it:
+        transformers has one tensor, and writes it with ``save_original_format=False``."""
+        return [{leaf: None}]
 
     def weight_loader(
         self,
