@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -18,6 +19,7 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
     ``--kv-transfer-config.kv_role kv_producer``; a value that is not valid JSON is text. Such
     entries are added to the object that is given as JSON or in ``namespace``, and override it.
     An argument like a negative number (``-1,-2``) is a value, as in Python 3.14 and later.
+    A flag that is given twice with other values is an error: argparse would forget the first.
     """
 
     most_used: Mapping[str, str] = {}
@@ -33,6 +35,7 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
     ) -> tuple[argparse.Namespace, list[str]]:
         arguments = sys.argv[1:] if args is None else args
         tokens, objects = self._take_dotted([_with_dashes(arg) for arg in arguments])
+        self._check_repeated(tokens)
         parsed, rest = super().parse_known_args(tokens, namespace)
         for name, entries in objects.items():
             setattr(parsed, name, _merged(getattr(parsed, name) or {}, entries))
@@ -59,6 +62,28 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
     def groups(self) -> list[argparse._ArgumentGroup]:
         """Groups of flags, in the order they were added; argparse's own are left out."""
         return [group for group in self._action_groups[2:] if group._group_actions]
+
+    def _check_repeated(self, tokens: Sequence[str]) -> None:
+        """End the program if a flag is given twice, with values that differ."""
+        given: dict[str, list[list[str]]] = {}
+        values: list[str] = []
+        for token in itertools.takewhile("--".__ne__, tokens):
+            flag, equals, value = token.partition("=")
+            option = self.option(flag)
+            if option is not None:
+                values = [value] if equals else [flag] if option.nargs == 0 else []
+                given.setdefault(option.dest, []).append(values)
+            else:
+                values.append(token)
+        for name, occasions in given.items():
+            option = next(one for one in self._actions if one.dest == name)
+            most = None if option.nargs in ("+", "*") else 1
+            first, *others = (one[:most] for one in occasions)
+            if name != argparse.SUPPRESS and any(one != first for one in others):
+                flag = option.option_strings[-1 if option.nargs != 0 else 0]
+                shown = " and then ".join(" ".join(one[:most]) for one in occasions)
+                advice = ", with all values behind it" if most is None else ""
+                self.error(f"{flag} is given more than once ({brief(shown)}); give it once{advice}")
 
     def _take_dotted(self, tokens: list[str]) -> tuple[list[str], dict[str, dict[str, Any]]]:
         """``tokens`` without the dotted flags, and the entries of these: option -> entries."""
