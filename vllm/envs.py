@@ -122,6 +122,17 @@ def _switch(text: str) -> bool:
     return _one_of("0", "false", "1", "true")(text) in ("1", "true")
 
 
+def is_header_value(text: str) -> bool:
+    """True if a header can carry the text; spaces at its ends are lost on the way."""
+    return text == text.strip() and not any(mark in text for mark in "\r\n\0")
+
+
+def _key(text: str) -> str:
+    if not is_header_value(text):
+        raise ValueError("use a key that a header can carry, without white space at its ends")
+    return text
+
+
 def _names(text: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in text.split(",") if name.strip())
 
@@ -197,7 +208,7 @@ VARIABLES: dict[str, Variable] = {
         "Comma-separated names of the general plugins to load; unset: all that are installed.",
     ),
     "VLLM_API_KEY": Variable(
-        None, str, "Key that clients of `vllm serve` must send; --api-key overrides it."
+        None, _key, "Key that clients of `vllm serve` must send; --api-key overrides it."
     ),
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING": Variable(
         False, _switch, "Let clients of `vllm serve` load and unload adapters: 1 or 0."

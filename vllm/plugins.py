@@ -32,7 +32,11 @@ def load_general_plugins() -> None:
             return
         _loaded = True
     allowed = envs.VLLM_PLUGINS
-    for plugin in entry_points(group=GENERAL_PLUGINS_GROUP):
+    installed = list(entry_points(group=GENERAL_PLUGINS_GROUP))
+    names = {plugin.name for plugin in installed}
+    if missing := sorted(set(allowed or ()) - names):
+        logger.warning("VLLM_PLUGINS: %s: not installed; there are %s", missing, sorted(names))
+    for plugin in installed:
         if allowed is not None and plugin.name not in allowed:
             logger.debug("plugin %s is not in VLLM_PLUGINS: not loaded", plugin.name)
             continue

@@ -19,6 +19,7 @@ from tests.models.oracle import reference_run, relative_error
 from vllm import AsyncEngineArgs, AsyncLLM, EmbeddingRequestOutput, PoolingRequestOutput
 from vllm.exceptions import VLLMValidationError
 from vllm.hidden_states import ExtractRequest
+from vllm.v1.engine.pooling import Pooler, PoolingOptions
 
 Checkpoint = Callable[..., Path]
 NEWER = "sentence_transformers.sentence_transformer.modules.normalize.Normalize"
@@ -223,16 +224,22 @@ def test_what_sentence_transformers_does_to_texts(checkpoint: Checkpoint, tmp_pa
     for files, problem in (
         ({"sentence_bert_config": {"do_lower_case": True}}, "says do_lower_case"),
         ({"sentence_bert_config": {"max_seq_length": "9"}}, "max_seq_length='9' has to be a"),
-        ({"sentence_bert_config": LOADED_OTHERWISE}, r"says config_kwargs=\{'rms_norm_eps': 0.5\}"),
-        ({"sentence_bert_config": {"modality_config": AS_MESSAGES}}, "says modality_config="),
-        ({"sentence_bert_config": {"processing_kwargs": {"text": {}}}}, "says processing_kwargs="),
+        ({"sentence_bert_config": LOADED_OTHERWISE}, r"says config_kwargs.rms_norm_eps=0.5"),
+        (
+            {"sentence_bert_config": {"modality_config": AS_MESSAGES}},
+            "says modality_config.message: ",
+        ),
+        (
+            {"sentence_bert_config": {"processing_kwargs": {"text": {}}}},
+            "says processing_kwargs.text=",
+        ),
         ({"sentence_bert_config": {"model_args": {"dtype": "auto"}}}, None),
         ({"sentence_bert_config": {"modality_config": AS_TEXT}}, None),
         ({"sentence_bert_config": {}, "sentence_roberta_config": {"max_seq_length": 5}}, "takes 5"),
         ({"sentence_bert_config": {"processor_kwargs": {"model_max_length": 4}}}, "takes 4"),
         ({"sentence_bert_config": {}, "sentence_roberta_config": {}}, None),
         ({"config_sentence_transformers": {"truncate_dim": 8}}, "says truncate_dim=8"),
-        ({"config_sentence_transformers": PROMPTED}, "says default_prompt_name='query'"),
+        ({"config_sentence_transformers": PROMPTED}, None),
         ({"config_sentence_transformers": {"prompts": {"query": "Q: "}}}, None),
         ({"tokenizer_config": {**tokenizer, "model_max_length": 3}}, "takes 3, the max_seq_length"),
         ({"tokenizer_config": {**tokenizer, "model_max_length": 1e30}}, None),
@@ -246,6 +253,78 @@ def test_what_sentence_transformers_does_to_texts(checkpoint: Checkpoint, tmp_pa
             else:
                 with pytest.raises(ValueError, match=problem):
                     llm.embed(["A text"])
+
+
+LEFT = {"truncation_side": "left"}
+LAST_STATE = {"method": "forward", "method_output_name": "last_hidden_state"}
+
+
+def test_every_entry_about_texts_counts(
+    checkpoint: Checkpoint, tmp_path: Path, caplog: Any
+) -> None:
+    """Lengths from each file that sentence-transformers reads; other entries are refused by name.
+
+    The expected values are those that sentence-transformers 6.2 has for these files.
+    """
+    import shutil
+
+    folder = Path(shutil.copytree(checkpoint("llama"), tmp_path / "model"))
+    of_tokenizer = json.loads((folder / "tokenizer_config.json").read_text())
+    state(folder, modules=[module(0, "Transformer"), module(1, "Pooling")])
+    state(folder, **{"1_Pooling__config": {"pooling_mode": "mean"}})
+    newer = {"modality_config": {"text": LAST_STATE}, "module_output_name": "token_embeddings"}
+    cases: list[tuple[dict[str, Any], dict[str, Any], int | None, str]] = [
+        ({}, {}, None, "right"),
+        ({}, {"model_max_length": 16}, 16, "right"),
+        ({}, {"model_max_length": 16, **LEFT}, 16, "left"),
+        ({}, {"model_max_length": 10**30}, None, "right"),
+        ({"max_seq_length": 40, "unpad_inputs": True}, {"model_max_length": 16}, 40, "right"),
+        ({"tokenizer_args": {"model_max_length": 8, **LEFT}, "max_seq_length": 40}, {}, 8, "left"),
+        ({"processor_kwargs": {"model_max_length": 8}}, LEFT, 8, "left"),
+        ({"model_args": {"torch_dtype": "float16"}, "config_args": {}, **newer}, {}, None, "right"),
+        ({"transformer_task": "feature-extraction", "query_length": None}, {}, None, "right"),
+    ]
+    refused: dict[str, dict[str, Any]] = {
+        "model_args.gguf_file='a'": {"model_args": {"gguf_file": "a"}},
+        "config_args.num_hidden_layers=1": {"config_args": {"num_hidden_layers": 1}},
+        "config_kwargs.is_causal=False": {"config_kwargs": {"is_causal": False}},
+        "processor_kwargs.add_bos_token=True": {"processor_kwargs": {"add_bos_token": True}},
+        "processing_kwargs.text=": {"processing_kwargs": {"text": {"max_length": 4}}},
+        "transformer_task='text-generation'": {"transformer_task": "text-generation"},
+        "modality_config.message: .* chat template": {"modality_config": {"message": LAST_STATE}},
+        "modality_config=": {"modality_config": {"text": {"method": "encode"}}},
+        "module_output_name='x'": {"module_output_name": "x"},
+        "query_length=8": {"query_length": 8},
+        "frobnicate=": {"frobnicate": [1]},
+        "do_lower_case": {"do_lower_case": True},
+    }
+    with engine(folder) as llm:
+        config = llm.llm_engine.vllm_config
+        for of_texts, more, most_tokens, side in cases:
+            for name in ("sentence_bert_config", "sentence_xlm-roberta_config"):
+                state(folder, tokenizer_config={**of_tokenizer, **more}, **{name: of_texts})
+                settings = Pooler(config).call(PoolingOptions(truncate_prompt_tokens=-1)).settings
+                assert (settings.most_tokens, settings.truncation_side) == (most_tokens, side)
+                assert settings.truncate_prompt_tokens == (most_tokens or -1)
+                right = PoolingOptions(truncation_side="right")
+                assert Pooler(config).call(right).settings.truncation_side == "right"
+                (folder / f"{name}.json").unlink()
+        for problem, of_texts in refused.items():
+            state(folder, sentence_bert_config=of_texts)
+            with pytest.raises(ValueError, match=f"sentence_bert_config.json says {problem}"):
+                Pooler(config).call(PoolingOptions())
+            assert Pooler(config).call(PoolingOptions(pooling="mean")).settings.most_tokens is None
+        state(folder, sentence_bert_config={})
+        prompts = {"prompts": {"query": "Q: "}, "default_prompt_name": "query"}
+        state(folder, config_sentence_transformers=prompts)
+        Pooler(config).call(PoolingOptions())
+        assert "default_prompt_name='query'" in caplog.text and "'Q: '" in caplog.text
+        state(folder, tokenizer_config={**of_tokenizer, "model_max_length": 9})
+        llm.embed([[5] * 9])
+        for of_tokens in ({"model_max_length": "9"}, {"truncation_side": "top"}):
+            state(folder, tokenizer_config={**of_tokenizer, **of_tokens})
+            with pytest.raises(ValueError, match=f"{next(iter(of_tokens))}='.*' .*has to be"):
+                Pooler(config).call(PoolingOptions())
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,9 @@ class ServeProcess:
 def command(checkpoint: Path, folder: Path | None, *flags: str) -> list[str]:
     """Arguments of a server that extracts into ``folder`` (None: that does not extract)."""
     arguments = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(checkpoint)]
-    arguments += ["--max-model-len", "512", "--kv_cache_memory_bytes", "16MiB"]
+    if "--max-model-len" not in flags:
+        arguments += ["--max-model-len", "512"]
+    arguments += ["--kv_cache_memory_bytes", "16MiB"]
     if folder is not None:
         for option, value in extraction_config([0, 2, 4], folder).items():
             arguments += [f"--{option}", json.dumps(value)]

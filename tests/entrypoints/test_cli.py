@@ -10,6 +10,7 @@ import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -102,6 +103,51 @@ def test_dotted_entries() -> None:
             "shared_storage_path": "/a_b.c/d=e",
         },
     }
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        (["--api-key", "a", "b", "--api_key=c"], "('a b and then c'); name all values once"),
+        (["--served-model-name", "a", "--served-model-name", "a", "b"], "('a and then a b'); name"),
+        (["--port", "1", "m", "--port=2"], None),
+        (["--enable-lora", "--port", "2", "--no-enable-lora"], None),
+    ],
+)
+def test_flags_that_are_given_twice(flags: list[str], problem: str | None, capsys: Any) -> None:
+    """argparse would forget values that the user named; a wrapper's one value may be replaced."""
+    if problem is not None:
+        with pytest.raises(SystemExit):
+            parse("m", *flags)
+        assert problem in capsys.readouterr().err
+        return
+    parsed = parse("m", *flags)
+    assert parsed.server.port == 2 and not parsed.engine.enable_lora
+    assert "is given more than once ('" in (said := capsys.readouterr().err)
+    assert said.endswith("): the last one counts\n") and said.count("\n") == 1
+    same = parse("m", "--port", "1", "--port=1", "--api-key", "a")
+    assert same.server.port == 1 and same.server.api_key == ["a"]
+    assert not capsys.readouterr().err
+
+
+def test_keys_that_no_header_can_carry(monkeypatch: Any, capsys: Any) -> None:
+    """Requests could never name them, so the server would refuse all."""
+    for key in (" a", "a\n", "a\r\nb", "\t"):
+        with pytest.raises(SystemExit):
+            parse("m", "--api-key", "good", key)
+        assert "use keys that a header can carry" in capsys.readouterr().err
+        monkeypatch.setenv("VLLM_API_KEY", key)
+        with pytest.raises(SystemExit):
+            parse("m")
+        assert "environment variable VLLM_API_KEY=" in capsys.readouterr().err
+        monkeypatch.delenv("VLLM_API_KEY")
+    assert parse("m", "--api-key", "schlüssel", "a b").server.api_key == ["schlüssel", "a b"]
+    for name in ("VLLM_SERVER_DEV_MODE", "VLLM_ALLOW_RUNTIME_LORA_UPDATING"):
+        monkeypatch.setenv(name, "yes")
+        with pytest.raises(SystemExit):  # before the model is loaded
+            parse("m")
+        assert f"environment variable {name}='yes'" in capsys.readouterr().err
+        monkeypatch.delenv(name)
 
 
 def test_config_file_and_the_command_line_wins(tmp_path: Path) -> None:

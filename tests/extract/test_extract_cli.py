@@ -58,7 +58,12 @@ def command(model: Path, data: Path, output: Path, *more: str) -> list[str]:
     flags |= {"max-model-len": 512, "kv_cache_memory_bytes": "16MiB"}
     return [
         *start,
-        *(part for name, value in flags.items() for part in (f"--{name}", str(value))),
+        *(
+            part
+            for name, value in flags.items()
+            if f"--{name}" not in more
+            for part in (f"--{name}", str(value))
+        ),
         *more,
     ]
 
@@ -285,6 +290,7 @@ def test_mistakes_end_with_status_2(
         (["--merge", "--append"], "append=True is not valid; merge computes nothing"),
         (["--stream-timeout", "5"], "stream_timeout=5.0 is not valid; it belongs to stream"),
         (["--id-column", "id"], "id_column='id' is not valid"),
+        (["--input", "a", "--input=b"], "--input is given more than once"),
         (["--mask-column", "m", "--no-loss-mask"], "mask_column='m' is not valid"),
         (["--shard-size-gib", "0"], "shard_size_gib=0.0 is not valid"),
         (["--shard-size-gib", "inf"], "shard_size_gib=inf is not valid; use a finite number"),

@@ -49,7 +49,9 @@ def test_all_run_once_and_the_broken_one_is_named(
     assert "plugin broken (package:broken) failed" in caplog.text
 
 
-def test_filter(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_filter(
+    calls: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setenv("VLLM_PLUGINS", "last, other")
     vllm.plugins.load_general_plugins()
-    assert calls == ["last"]
+    assert calls == ["last"] and "['other']: not installed" in caplog.text

@@ -366,6 +366,11 @@ def test_workers_of_a_loader_are_refused(arguments: AsyncEngineArgs) -> None:
         ({"prefetch_bytes": True}, "prefetch_bytes=True: has to be a whole number"),
         ({"shuffle": "no"}, "shuffle='no': has to be true or false"),
         ({"on_error": "yield"}, "on_error='yield'"),
+        ({"columns": [1] * 7}, r"columns=\[1, .*: has to be a dict"),
+        ({"transform": 5}, "transform=5: has to be a function"),
+        ({"seed": "a"}, "seed='a': has to be a whole number"),
+        ({"prompts": "one text"}, "prompts='one text': has to be a list of prompts"),
+        ({"prompts": iter(["a"])}, "prompts=.*iterator.*: has to be a list of prompts"),
         ({"columns": {"a": [1]}}, r"columns\['a'\]: 1 values for 7 prompts"),
         ({"top_logprobs": -2}, "top_logprobs"),
         ({"cache": "x", "sampling_params": greedy(2)}, "cache: not together"),
@@ -373,7 +378,14 @@ def test_workers_of_a_loader_are_refused(arguments: AsyncEngineArgs) -> None:
 )
 def test_bad_arguments(arguments: AsyncEngineArgs, options: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        ExtractingDataset(arguments, PROMPTS, **options)
+        ExtractingDataset(arguments, **{"prompts": PROMPTS, **options})
+
+
+def test_epochs_that_do_not_exist(arguments: AsyncEngineArgs) -> None:
+    dataset = ExtractingDataset(arguments, PROMPTS, LAYERS)
+    for epoch in ("1", -1, 1.0, None):
+        with pytest.raises(ValueError, match=r"set_epoch: epoch=.* has to be a whole number"):
+            dataset.set_epoch(epoch)  # type: ignore[arg-type]
 
 
 def test_a_checkpoint_that_is_missing() -> None:

@@ -154,7 +154,7 @@ def _checked_positions(positions: object) -> str | list[int]:
         isinstance(one, int) and not isinstance(one, bool) and 0 <= one < 2**31 for one in positions
     )
     if not are_positions:
-        _fail("positions", positions, "all, prompt, generated, or a list of positions")
+        _fail("positions", positions, "all, prompt, generated, or a list of numbers from 0 on")
     return sorted(set(cast("Iterable[int]", positions)))
 
 

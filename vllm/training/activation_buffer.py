@@ -56,6 +56,14 @@ class ActivationBuffer:
         for name, value in (("batch_size", batch_size), ("num_rows", num_rows)):
             if type(value) is not int or value < 1:
                 raise ValueError(f"{name}={value!r}: has to be a whole number of at least 1")
+        if type(seed) is not int:
+            raise ValueError(f"seed={seed!r}: has to be a whole number")
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise ValueError(f"dtype={dtype!r}: use a torch dtype, such as torch.float32, or None")
+        try:
+            torch.device(device or "cpu")
+        except (RuntimeError, TypeError) as error:
+            raise ValueError(f"device={device!r}: {str(error).partition(chr(10))[0]}") from None
         check_truth_values(only_masked=only_masked, drop_last=drop_last)
         if num_rows < 2 * batch_size:
             raise ValueError(

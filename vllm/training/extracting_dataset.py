@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import json
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
-from contextlib import aclosing, closing
+from contextlib import aclosing, closing, suppress
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -29,7 +29,7 @@ from vllm.training.background_engine import BackgroundEngine, Item
 from vllm.training.order import epoch_order
 from vllm.training.sample_cache import SampleCache, digest_of
 from vllm.transformers_utils.tokenizer import stated_in_full
-from vllm.utils.text import check_truth_values
+from vllm.utils.text import brief, check_truth_values
 from vllm.v1.engine.extraction_settings import ExtractionSettings
 
 if TYPE_CHECKING:
@@ -108,14 +108,18 @@ class ExtractingDataset(IterableDataset[Any]):
     ) -> None:
         super().__init__()
         self._engine_args = AsyncEngineArgs(model=model) if isinstance(model, str) else model
-        self._prompts = prompts
+        self._prompts = _checked_prompts(prompts)
         self._settings = ExtractionSettings(
             *(layers, positions, dtype, True, "yield", None, pooling, add_special_tokens),
             *(top_logprobs, logprob_temperature, sampling_params, hooks, mask, steering),
         )
         self._columns = _checked_columns(columns or {}, len(prompts))
+        if transform is not None and not callable(transform):
+            raise ValueError(f"transform={brief(transform)}: has to be a function of a sample")
         self._transform = transform
         check_truth_values(shuffle=shuffle)
+        if type(seed) is not int:
+            raise ValueError(f"seed={seed!r}: has to be a whole number")
         self._shuffle, self._seed = shuffle, seed
         self._rank, self._world_size = _checked_rank(rank, world_size)
         if on_error not in ("raise", "skip"):
@@ -162,7 +166,12 @@ class ExtractingDataset(IterableDataset[Any]):
             engine.close()
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch, counted from 0, whose order the next iteration has."""
+        """Choose the epoch, counted from 0, whose order the next iteration has.
+
+        ValueError: it is not a whole number from 0 on.
+        """
+        if type(epoch) is not int or epoch < 0:
+            raise ValueError(f"set_epoch: epoch={epoch!r} has to be a whole number from 0 on")
         if self._is_under_way:
             self._next_epoch = epoch
         elif epoch != self._epoch:
@@ -351,7 +360,18 @@ def _may_be_stored(request: object) -> bool:
     return request.sampling_params is None and request.lora_request is None
 
 
+def _checked_prompts(prompts: Sequence[Any]) -> Sequence[Any]:
+    """Return the prompts; ValueError: they are one prompt, or have no number."""
+    if not isinstance(prompts, str | bytes | Mapping):
+        with suppress(TypeError):
+            len(prompts)
+            return prompts
+    raise ValueError(f"prompts={brief(prompts)}: has to be a list of prompts")
+
+
 def _checked_columns(columns: Mapping[str, Sequence[Any]], count: int) -> dict[str, Sequence[Any]]:
+    if not isinstance(columns, Mapping):
+        raise ValueError(f"columns={brief(columns)}: has to be a dict, such as {{'label': labels}}")
     for name, values in columns.items():
         if len(values) != count:
             raise ValueError(f"columns[{name!r}]: {len(values)} values for {count} prompts")

@@ -2,41 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from math import inf
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from vllm.logger import init_logger
 from vllm.transformers_utils.config import load_json, load_json_file
 from vllm.utils.text import brief
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
 
+logger = init_logger(__name__)
+
 VectorPooling = Literal["last", "mean"]
 _KINDS: dict[str, VectorPooling] = {"lasttoken": "last", "mean_tokens": "mean"}
 _MODE = "pooling_mode_"
 _ORDERS = (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"])
-_ARCHITECTURES = ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
-_OF_TEXTS = tuple(f"sentence_{one}_config.json" for one in _ARCHITECTURES)
-"""Names of the file of the module Transformer, about texts before they are tokens, and about how
-the model is loaded. The first that there is counts."""
+_OF_TEXTS = tuple(
+    f"sentence_{kind}_config.json"
+    for kind in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
+)
+"""Names of the file of the module Transformer; sentence-transformers takes the first one that has
+entries."""
+_OF_TOKENIZERS = "tokenizer_config.json"
 _OF_VECTORS = "config_sentence_transformers.json"
-_MADE_HERE: Mapping[str, tuple[Any, ...]] = {
-    "do_lower_case": (False,),
+_AS_HERE = {
     "transformer_task": ("feature-extraction",),
     "module_output_name": ("token_embeddings",),
-    "unpad_inputs": (True, False),
 }
-"""Values with which sentence-transformers makes the vectors that this engine makes."""
-_ABOUT_LOADING = ("model", "config", "tokenizer", "processor")
-_WITHOUT_EFFECT = frozenset(
-    ("attn_implementation", "dtype", "padding_side", "torch_dtype", "trust_remote_code")
-)
-"""Options of loading that change at most the rounding."""
-_AS_TEXT = {"text": {"method": "forward", "method_output_name": "last_hidden_state"}}
-_LENGTH = "model_max_length"
-_Read = Callable[[PurePosixPath | str], dict[str, Any] | None]
+"""Entries of that file, with the values that say what this engine does anyway."""
+_OTHER_SPELLINGS = {
+    "model_args": "model_kwargs",
+    "tokenizer_args": "processor_kwargs",
+    "config_args": "config_kwargs",
+}
+_HARMLESS = {
+    "model_kwargs": ("torch_dtype", "dtype", "attn_implementation"),
+    "config_kwargs": (),
+    "processor_kwargs": ("model_max_length", "truncation_side", "padding_side"),
+    "processing_kwargs": (),
+}
+"""Entries that are objects, and their keys that change no vector, or that are read."""
+_LAST_STATE = {"method": "forward", "method_output_name": "last_hidden_state"}
 
 
 class StatedPooling(NamedTuple):
@@ -48,6 +55,10 @@ class StatedPooling(NamedTuple):
     """The reason why this engine cannot make these vectors; None: it can."""
     most_tokens: int | None = None
     """Length at which sentence-transformers truncates texts; None: the context's."""
+    most_tokens_source: str = ""
+    """The entry that states this length."""
+    truncation_side: Literal["left", "right"] = "right"
+    """The side that sentence-transformers cuts off."""
 
 
 def read_pooling(model_config: ModelConfig) -> StatedPooling:
@@ -93,57 +104,96 @@ def read_pooling(model_config: ModelConfig) -> StatedPooling:
     if pooling is None:
         shown = " and ".join(modes) or "no pooling_mode"
         return StatedPooling(normalize=normalizes, problem=f"{path} says {shown}")
-    name, of_texts = next(
-        ((name, found) for name in _OF_TEXTS if (found := read(name))), (_OF_TEXTS[0], {})
+    name, of_texts = next(((one, found) for one in _OF_TEXTS if (found := read(one))), ("", {}))
+    of_others = _problem_of_texts(of_texts)
+    if of_others is not None:
+        return StatedPooling(pooling, normalizes, f"{name} says {of_others}")
+    of_vectors = read(_OF_VECTORS) or {}
+    if (width := of_vectors.get("truncate_dim")) is not None:
+        problem = f"{_OF_VECTORS} says truncate_dim={brief(width)}"
+        return StatedPooling(pooling, normalizes, problem)
+    of_tokenizer = read(_OF_TOKENIZERS) or {}
+    given = _object(of_texts, "processor_kwargs")
+    side = given.get("truncation_side", of_tokenizer.get("truncation_side", "right"))
+    if side not in ("left", "right"):
+        raise ValueError(f"truncation_side={brief(side)} of the tokenizer: has to be left or right")
+    _warn_of_prompt(of_vectors)
+    lengths = _lengths(name, of_texts, of_tokenizer, model_config)
+    most_tokens, source = min(lengths, default=(None, ""))
+    return StatedPooling(pooling, normalizes, None, most_tokens, source, side)
+
+
+def _warn_of_prompt(stated: dict[str, Any]) -> None:
+    """Say which prompt sentence-transformers puts before texts without being asked."""
+    name, prompts = stated.get("default_prompt_name"), stated.get("prompts")
+    prompt = prompts.get(name) if isinstance(name, str) and isinstance(prompts, dict) else None
+    if prompt:
+        logger.warning(
+            "%s: default_prompt_name=%r: sentence-transformers puts %s before each text; here "
+            "texts are taken as they are, so put it there yourself",
+            _OF_VECTORS,
+            name,
+            brief(prompt),
+        )
+
+
+def _object(of_texts: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return an entry that is an object, under its older or its newer name."""
+    for spelling in (name, *(old for old, new in _OTHER_SPELLINGS.items() if new == name)):
+        if of_texts.get(spelling):
+            return dict(of_texts[spelling])
+    return {}
+
+
+def _problem_of_texts(of_texts: dict[str, Any]) -> str | None:
+    """Name what the module Transformer does that this engine does not; None: nothing."""
+    for key, value in of_texts.items():
+        if value is None or value is False or value == {}:
+            continue
+        if key == "do_lower_case":
+            return f"{key}, and texts are tokenised as they are"
+        if key in ("max_seq_length", "unpad_inputs"):
+            continue
+        if key == "modality_config" and isinstance(value, dict):
+            if "message" in value:
+                return (
+                    f"{key}.message: sentence-transformers gives each text to the chat template as "
+                    "a message of the user, and texts are tokenised as they are"
+                )
+            if value.get("text") == _LAST_STATE:
+                continue
+        harmless = _HARMLESS.get(_OTHER_SPELLINGS.get(key, key))
+        if harmless is not None and isinstance(value, dict):
+            others = [one for one in value if one not in (*harmless, "trust_remote_code")]
+            if others:
+                return f"{key}.{others[0]}={brief(value[others[0]])}"
+        elif value not in _AS_HERE.get(key, ()):
+            return f"{key}={brief(value)}"
+    return None
+
+
+def _lengths(
+    name: str, of_texts: dict[str, Any], of_tokenizer: dict[str, Any], model_config: ModelConfig
+) -> list[tuple[int, str]]:
+    """List the lengths of which sentence-transformers takes the smallest, with their places."""
+    given = _object(of_texts, "processor_kwargs")
+    in_file = (
+        (given.get("model_max_length"), f"model_max_length of the checkpoint's {name}"),
+        (of_texts.get("max_seq_length"), f"max_seq_length of the checkpoint's {name}"),
     )
-    if (other := _problem_of_texts(name, of_texts) or _problem_of_vectors(read)) is not None:
-        return StatedPooling(pooling, normalizes, other)
-    return StatedPooling(pooling, normalizes, most_tokens=_most_tokens(name, of_texts, read))
-
-
-def _problem_of_texts(name: str, stated: dict[str, Any]) -> str | None:
-    """Name what a file of the module Transformer asks for and this engine does not do."""
-    for key, value in stated.items():
-        if not value or key == "max_seq_length":
-            continue
-        about, _, kind = key.rpartition("_")
-        if about in _ABOUT_LOADING and kind in ("args", "kwargs") and isinstance(value, dict):
-            is_made = {*value} <= {*_WITHOUT_EFFECT, _LENGTH}
-        elif key == "modality_config":  # a text becomes a conversation if messages are listed
-            is_made = "message" not in value and value.get("text") == _AS_TEXT["text"]
-        else:
-            is_made = value in _MADE_HERE.get(key, ())
-        if not is_made:
-            return f"{name} says {key}={brief(value)}"
-    return None
-
-
-def _problem_of_vectors(read: _Read) -> str | None:
-    """Name what is done to every text before the model, and to every vector behind it."""
-    stated = read(_OF_VECTORS) or {}
-    chosen, prompts = stated.get("default_prompt_name"), stated.get("prompts") or {}
-    if chosen is not None and prompts.get(chosen) != "":
-        return f"{_OF_VECTORS} says default_prompt_name={chosen!r}: no prompt is put before texts"
-    width = stated.get("truncate_dim")
-    return None if width is None else f"{_OF_VECTORS} says truncate_dim={width!r}"
-
-
-def _most_tokens(name: str, stated: dict[str, Any], read: _Read) -> int | None:
-    """Return the length at which texts are truncated: the file's own, or the tokenizer's."""
-    own = [
-        stated.get(f"{one}_{kind}") or {} for one in _ABOUT_LOADING for kind in ("args", "kwargs")
-    ]
-    lengths = [(name, _LENGTH, one.get(_LENGTH)) for one in own]
-    lengths.append((name, "max_seq_length", stated.get("max_seq_length")))
-    tokenizer = "tokenizer_config.json"
-    lengths.append((tokenizer, _LENGTH, (read(tokenizer) or {}).get(_LENGTH)))
-    for file, key, length in lengths:
-        if length is None:
-            continue
-        if type(length) not in (int, float) or not 1 <= length < inf:
+    stated = [(length, source) for length, source in in_file if length is not None][:1]
+    if not stated:
+        most = model_config.hf_config.to_dict().get("max_position_embeddings")
+        of_all = (
+            (of_tokenizer.get("model_max_length"), f"model_max_length of {_OF_TOKENIZERS}"),
+            (None if most == -1 else most, "max_position_embeddings of config.json"),
+        )
+        stated = [(length, source) for length, source in of_all if length is not None]
+    for length, source in stated:
+        if type(length) not in (int, float) or length < 1:
+            key, _, file = source.partition(" of ")
             raise ValueError(f"{file}: {key}={brief(length)} has to be a number of tokens")
-        return int(length)  # transformers writes 1e30 for no limit
-    return None
+    return [(int(length), source) for length, source in stated]
 
 
 def _modes(stated: dict[str, Any]) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -18,6 +19,8 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
     ``--kv-transfer-config.kv_role kv_producer``; a value that is not valid JSON is text. Such
     entries are added to the object that is given as JSON or in ``namespace``, and override it.
     An argument like a negative number (``-1,-2``) is a value, as in Python 3.14 and later.
+    A flag that takes several values is an error when it is given twice with other ones: argparse
+    would forget the first. Of a flag with one value the last one counts, and a line says so.
     """
 
     most_used: Mapping[str, str] = {}
@@ -33,6 +36,7 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
     ) -> tuple[argparse.Namespace, list[str]]:
         arguments = sys.argv[1:] if args is None else args
         tokens, objects = self._take_dotted([_with_dashes(arg) for arg in arguments])
+        self._check_repeated(tokens)
         parsed, rest = super().parse_known_args(tokens, namespace)
         for name, entries in objects.items():
             setattr(parsed, name, _merged(getattr(parsed, name) or {}, entries))
@@ -59,6 +63,31 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
     def groups(self) -> list[argparse._ArgumentGroup]:
         """Groups of flags, in the order they were added; argparse's own are left out."""
         return [group for group in self._action_groups[2:] if group._group_actions]
+
+    def _check_repeated(self, tokens: Sequence[str]) -> None:
+        """End the program if a flag of several values is given twice with other ones; say it if
+        a flag of one value is."""
+        given: dict[str, list[list[str]]] = {}
+        values: list[str] = []
+        for token in itertools.takewhile("--".__ne__, tokens):
+            flag, equals, value = token.partition("=")
+            option = self.option(flag)
+            if option is None:
+                values.append(token)
+            else:
+                values = [value] if equals else [flag] if option.nargs == 0 else []
+                given.setdefault(option.dest, []).append(values)
+        for name, occasions in given.items():
+            option = next(one for one in self._actions if one.dest == name)
+            if option.nargs not in ("+", "*"):
+                occasions = [one[:1] for one in occasions]  # what follows is of no flag
+            if name == argparse.SUPPRESS or all(one == occasions[0] for one in occasions):
+                continue
+            shown = " and then ".join(" ".join(one) for one in occasions)
+            repeated = f"{option.option_strings[0]} is given more than once ({brief(shown)})"
+            if option.nargs in ("+", "*"):
+                self.error(f"{repeated}; name all values once")
+            self._print_message(f"{self.prog}: {repeated}: the last one counts\n", sys.stderr)
 
     def _take_dotted(self, tokens: list[str]) -> tuple[list[str], dict[str, dict[str, Any]]]:
         """``tokens`` without the dotted flags, and the entries of these: option -> entries."""

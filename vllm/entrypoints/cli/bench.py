@@ -83,7 +83,9 @@ class BenchOptions:
 
 def build_bench_parser() -> argparse.ArgumentParser:
     """Build the parser of ``vllm bench`` without loading torch."""
-    parser = argparse.ArgumentParser(
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = FlexibleArgumentParser(
         prog="vllm bench", description="Measure the engine on this machine."
     )
     benchmarks = parser.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")

@@ -27,7 +27,9 @@ _DTYPES = ("float32", "bfloat16", "float16", "fp8")
 def build_hidden_states_parser() -> argparse.ArgumentParser:
     """Build the parser of ``vllm hidden-states`` without loading torch."""
     about = "Inspect, verify and convert datasets of hidden states."
-    parser = argparse.ArgumentParser(prog="vllm hidden-states", description=about)
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = FlexibleArgumentParser(prog="vllm hidden-states", description=about)
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
 
     inspect = actions.add_parser("inspect", help="print a summary, and plot the rows")

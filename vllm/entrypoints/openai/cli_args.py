@@ -118,6 +118,10 @@ class ServerSettings:
     api_key: Annotated[
         list[str] | None,
         require(lambda keys: keys is None or all(keys), "use no empty key"),
+        require(
+            lambda keys: keys is None or all(map(envs.is_header_value, keys)),
+            "use keys that a header can carry, without white space at their ends",
+        ),
         Option(group=_SECURITY),
     ] = None
     """Accepted keys; requests must carry one of them as "Authorization: Bearer KEY". Status pages
@@ -232,7 +236,8 @@ class ServerSettings:
             )
         if self.enable_auto_tool_choice and self.tool_call_parser is None:
             raise ValueError("enable_auto_tool_choice needs tool_call_parser; use 'hermes'")
-        for name, value in {**vars(self), "VLLM_API_KEY": envs.VLLM_API_KEY}.items():
+        variables = {name: getattr(envs, name) for name in envs.VARIABLES}  # before the model loads
+        for name, value in {**vars(self), **variables}.items():
             for text in value if isinstance(value, list) else [value]:
                 if isinstance(text, str):
                     check_text(name, text)

@@ -69,7 +69,7 @@ class PooledAnswer(ABC, Generic[BodyT]):
         ]
         options = self.options(
             truncate_prompt_tokens=body.truncate_prompt_tokens,
-            truncation_side=body.truncation_side or "right",
+            truncation_side=body.truncation_side,
             add_special_tokens=body.add_special_tokens is not False,
         )
         results: list[Pooled] = []

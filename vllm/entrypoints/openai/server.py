@@ -75,13 +75,16 @@ def check_certificates(settings: ServerSettings) -> None:
         return
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
-        context.load_cert_chain(settings.ssl_certfile, settings.ssl_keyfile)
+        # With a password nobody is asked for one; a key without encryption does not need it.
+        context.load_cert_chain(settings.ssl_certfile, settings.ssl_keyfile, password="-")
         if settings.ssl_ca_certs is not None:
             context.load_verify_locations(settings.ssl_ca_certs)
     except OSError as error:
         names = ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs")
         files = ", ".join(f"{name}={vars(settings)[name]!r}" for name in names)
-        raise ValueError(f"{files}: {error}; use PEM files of a certificate and its key") from None
+        raise ValueError(
+            f"{files}: {error}; use PEM files of a certificate and its key, not encrypted"
+        ) from None
 
 
 def check_weight_transfer(settings: ServerSettings, config: VllmConfig) -> None:

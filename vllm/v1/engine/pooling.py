@@ -32,9 +32,8 @@ if TYPE_CHECKING:
 PoolingTask = Literal["embed", "classify", "token_embed", "token_classify"]
 Pooled = PoolingRequestOutput[PoolingOutput]
 _TOO_LONG = (
-    ", the max_seq_length of the checkpoint's files (sentence_bert_config.json, or "
-    "model_max_length in tokenizer_config.json); set truncate_prompt_tokens=-1 to cut prompts "
-    "there as sentence-transformers does, or "
+    ", the {source}; set truncate_prompt_tokens=-1 to cut prompts there as sentence-transformers "
+    "does (on the {side}), or "
     "pooling='last' or 'mean' to take all tokens"
 )
 _OWN_OPTIONS = frozenset({"positions", "mask", "add_special_tokens", "lora_request"})
@@ -45,7 +44,7 @@ class PromptOptions(TypedDict, total=False):
 
     truncate_prompt_tokens: int | None
     """Keep this many tokens of each prompt; -1: as many as the context holds."""
-    truncation_side: TruncationSide
+    truncation_side: TruncationSide | None
     """The side that is cut off; the tokenizer's special tokens around a text stay."""
     add_special_tokens: bool
     """Give texts the tokenizer's special tokens."""
@@ -61,7 +60,8 @@ class PoolingOptions:
     dimensions: int | None = None
     use_activation: bool | None = None
     truncate_prompt_tokens: int | None = None
-    truncation_side: TruncationSide = "right"
+    truncation_side: TruncationSide | None = None
+    """None: the right one, unless the checkpoint's files of sentence-transformers name the left."""
     add_special_tokens: bool = True
     most_tokens: int | None = None
     """Refuse prompts with more tokens; None: only the context limits them."""
@@ -71,7 +71,7 @@ class PoolingOptions:
         for name, value, allowed in (
             ("pooling_task", self.task, get_args(PoolingTask)),
             ("pooling", self.pooling, (*get_args(VectorPooling), None)),
-            ("truncation_side", self.truncation_side, get_args(TruncationSide)),
+            ("truncation_side", self.truncation_side, (*get_args(TruncationSide), None)),
         ):
             if not isinstance(value, str | None) or value not in allowed:
                 raise ValueError(f"{name}={brief(value)}: use {', '.join(map(repr, allowed))}")
@@ -162,13 +162,16 @@ class Pooler:
         normalizes = stated.normalize if options.normalize is None else options.normalize
         reduce = partial(_as_vectors, dimensions=options.dimensions, normalizes=normalizes)
         if options.pooling is None and not is_each_token:
-            options = self._limited(options, stated.most_tokens)
+            options = self._limited(options, stated)
         settings = _settings(options, pooling)
         return PoolingCall(settings, reduce if is_each_token else lambda rows: reduce(rows)[0])
 
-    def _limited(self, options: PoolingOptions, most_tokens: int | None) -> PoolingOptions:
+    def _limited(self, options: PoolingOptions, stated: StatedPooling) -> PoolingOptions:
         """Refuse or truncate prompts beyond the length that the checkpoint's vectors are made of,
         which is shorter than the context of many models."""
+        side = options.truncation_side or stated.truncation_side
+        options = replace(options, truncation_side=side)
+        most_tokens = stated.most_tokens
         if most_tokens is None or most_tokens >= self._model_config.max_model_len:
             return options
         keep = options.truncate_prompt_tokens
@@ -176,7 +179,9 @@ class Pooler:
             options,
             truncate_prompt_tokens=most_tokens if keep == -1 else keep,
             most_tokens=most_tokens,
-            most_tokens_advice=_TOO_LONG,
+            most_tokens_advice=_TOO_LONG.format(
+                source=stated.most_tokens_source, side=stated.truncation_side
+            ),
         )
 
     def _check_dimensions(self, dimensions: int | None) -> None:
@@ -247,7 +252,7 @@ def _settings(
         pooling=pooling,
         add_special_tokens=options.add_special_tokens,
         truncate_prompt_tokens=options.truncate_prompt_tokens,
-        truncation_side=options.truncation_side,
+        truncation_side=options.truncation_side or "right",
         choose_positions=None if head is None else head.positions,
         most_tokens=options.most_tokens,
         most_tokens_advice=options.most_tokens_advice,
