@@ -8,12 +8,12 @@ import io
 import pickle
 import zipfile
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn
 
 import torch
 
-from vllm.utils.text import message_of
+from vllm.utils.text import brief, message_of
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
@@ -131,7 +131,7 @@ def _rebuild_tensor(
     stride: Sequence[int],
     requires_grad: object = None,
     backward_hooks: object = None,
-    metadata: object = None,
+    bits: Mapping[str, bool] | None = None,
 ) -> torch.Tensor:
     if len(size) > _MOST_DIMENSIONS:
         raise ValueError(f"the tensor has {len(size)} dimensions")
@@ -141,7 +141,9 @@ def _rebuild_tensor(
             f"the tensor of shape {tuple(size)} was saved with {storage.numel()} values; save a "
             "contiguous one"
         )
-    return tensor
+    if bits and bits.keys() != {"neg"}:
+        raise ValueError(f"the tensor is a view that changes its values: {brief(bits)}")
+    return tensor.neg() if bits and bits["neg"] else tensor
 
 
 def _rebuild_parameter(
