@@ -89,6 +89,8 @@ def test_from_optional() -> None:
     assert params.logit_bias == {7: 1.0}
     with pytest.raises(ValueError, match="logit_bias"):
         SamplingParams.from_optional(logit_bias={"a": 1})
+    with pytest.raises(ValueError, match=r"logit_bias.* is not a token id"):
+        SamplingParams.from_optional(logit_bias={str(i * (2**61 - 1)): 1 for i in range(300_000)})
 
 
 def test_clone_shares_nothing() -> None:

@@ -129,7 +129,9 @@ class SamplingParams(msgspec.Struct, kw_only=True):
         bias = options.get("logit_bias")
         if bias is not None:
             try:
-                options["logit_bias"] = {int(token): float(value) for token, value in bias.items()}
+                options["logit_bias"] = {
+                    _bounded(token): float(value) for token, value in bias.items()
+                }
             except (AttributeError, TypeError, ValueError) as error:
                 raise ValueError(
                     f"logit_bias={brief(bias)}: has to map token ids to numbers ({error})"
@@ -206,6 +208,15 @@ class SamplingParams(msgspec.Struct, kw_only=True):
     def clone(self) -> SamplingParams:
         """Return an independent copy."""
         return copy.deepcopy(self)
+
+
+def _bounded(token: Any) -> int:
+    """Return a key of ``logit_bias`` as an integer. Those without bounds may all have one hash,
+    with which a dict takes for ever."""
+    number = int(token)
+    if abs(number) >= 2**63:
+        raise ValueError(f"{brief(token)} is not a token id")
+    return number
 
 
 def _as_builtin(value: object) -> object:

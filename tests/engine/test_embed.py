@@ -227,11 +227,11 @@ def test_what_sentence_transformers_does_to_texts(checkpoint: Checkpoint, tmp_pa
         ({"sentence_bert_config": LOADED_OTHERWISE}, r"says config_kwargs.rms_norm_eps=0.5"),
         (
             {"sentence_bert_config": {"modality_config": AS_MESSAGES}},
-            "says modality_config.message: ",
+            "modality_config.message: ",
         ),
         (
             {"sentence_bert_config": {"processing_kwargs": {"text": {}}}},
-            "says processing_kwargs.text=",
+            "processing_kwargs.text=",
         ),
         ({"sentence_bert_config": {"model_args": {"dtype": "auto"}}}, None),
         ({"sentence_bert_config": {"modality_config": AS_TEXT}}, None),

@@ -19,6 +19,7 @@ from tests.engine.harness import engine, extraction_config, random_prompts
 from vllm import LLM, AsyncEngineArgs, AsyncLLM, SamplingParams, SteeringVector
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
+from vllm.steering.lens import MOST_UNPACKED_BYTES, STEERING
 
 Checkpoint = Callable[..., Path]
 PROMPTS = random_prompts(83, [5, 33, 17])
@@ -219,3 +220,25 @@ def test_what_the_engine_refuses(checkpoint: Checkpoint, tmp_path: Path) -> None
         pytest.raises(ValueError, match="gives rows to its KV connector"),
     ):
         llm.generate(PROMPTS, params({ROWS: [1]}))
+
+
+@pytest.mark.parametrize(
+    "shape", [["a", 1 << 40], [[0], 1 << 40], [2, True], [-1, -72], {"a": 1}, 3]
+)
+def test_a_shape_is_a_list_of_sizes(shape: Any) -> None:
+    activations = {**as_json(torch.ones(1, WIDTH)), "shape": shape}
+    with pytest.raises(ValueError, match="is not a list of sizes"):
+        params({STEERING: [{"activations": activations, "layer_indices": [1]}]})
+
+
+def test_what_vectors_of_one_request_unpack_to_is_bounded() -> None:
+    """Zeros that take a few bytes in the request."""
+    one = {"activations": as_json(torch.zeros(1, MOST_UNPACKED_BYTES // 12)), "layer_indices": [1]}
+    assert len(json.dumps(one)) < 3000
+    assert len(params({STEERING: [one] * 3}).steering_specs) == 3
+    with pytest.raises(ValueError, match="of this request have more than 67,108,864 bytes"):
+        params({STEERING: [one] * 4})
+    with pytest.raises(ValueError, match="list of steering vectors, at most 1024"):
+        params({STEERING: [one] * 1025})
+    with pytest.raises(ValueError, match="has to be a list of layers"):
+        params({STEERING: [{**one, "layer_indices": [1 << 61]}]})

@@ -204,3 +204,15 @@ def test_rows_are_steered_by_a_file(tmp_path: Path, checkpoint: Callable[..., Pa
         narrow = write(tmp_path / "b.gguf", gguf({"direction.1": DRAWN[0, 1:]}))
         with pytest.raises(ValueError, match="has to be 72 elements"):
             list(llm.extract(prompts, layers=[1], steering=SteeringVector.from_file(narrow)))
+
+
+def test_a_short_file_does_not_hold_many_tensors(tmp_path: Path) -> None:
+    """Their offsets say that they are all the same bytes."""
+    names = b"".join(
+        text(f"direction.{i}") + struct.pack("<IQIQ", 1, 10_000, 0, 0) for i in range(100)
+    )
+    head = b"GGUF" + struct.pack("<IQQ", 3, 100, 0) + names
+    file = tmp_path / "many.gguf"
+    file.write_bytes(head + bytes(-len(head) % 32 + 40_000))
+    with pytest.raises(ValueError, match="its tensors lie over one another"):
+        SteeringVector.from_file(file)

@@ -416,3 +416,22 @@ def test_ctrl_c_before_a_command_has_begun(
     monkeypatch.setattr("vllm.entrypoints.cli.main.import_module", interrupt)
     assert main(["models"]) == 130
     assert capsys.readouterr().err == "vllm: interrupted\n"
+
+
+def test_an_interrupt_that_was_caught_does_not_change_the_status(tmp_path: Path) -> None:
+    """As by SIGTERM while a module with dataclasses is imported."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys\n"
+        "flush = sys.stdout.flush\n"
+        "def interrupted():\n"
+        "    sys.stdout.flush = flush\n"
+        "    try:\n"
+        "        exec('raise KeyboardInterrupt')\n"
+        "    except KeyboardInterrupt:\n"
+        "        print('caught')\n"
+        "sys.stdout.flush = interrupted\n"
+    )
+    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "--version"]
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{os.getcwd()}"}
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert ended.stdout.endswith("caught\n") and ended.returncode == 0

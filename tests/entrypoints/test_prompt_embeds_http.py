@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import base64
 import io
+import struct
 import zipfile
+from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ from safetensors.torch import load_file
 
 from tests.engine.harness import random_prompts
 from tests.entrypoints.live_server import live_server
-from vllm.inputs.prompt_embeds import read_embeds
+from vllm.inputs.prompt_embeds import read_archive, read_embeds
 
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 7, "return_token_ids": True}
 
@@ -158,10 +160,51 @@ def test_a_tensor_never_has_more_than_its_archive() -> None:
         read_embeds(in_base64(archive({**content, "data.pkl": build})))
 
 
+_SHARING = b")" + b"q\x00h\x00\x86" * 20
+"""A tuple that holds another twice, twenty times over: hashing it takes a million steps."""
+_STORAGE = b"(X\x07\x00\x00\x00storagectorch\nFloatStorage\n%bX\x03\x00\x00\x00cpuK\x01t"
+_TENSOR = b"ctorch._utils\n_rebuild_tensor_v2\n(" + _STORAGE % b"X\x01\x00\x00\x000" + b"Q"
+
+
+@pytest.mark.parametrize(
+    ("operations", "message"),
+    [
+        (b"}" + _SHARING + b"Ns.", "other names than text and numbers"),
+        (b"}(" + _SHARING + b"Nu.", "other names than text and numbers"),
+        (b"}" + b")" + b"\x85" * 1000 + b"Ns.", "other names than text and numbers"),
+        (b"(" + _SHARING + b"Nd.", "does not write the operation"),
+        (b"\x8f(" + _SHARING + b"\x90.", "does not write the operation"),
+        (_STORAGE % _SHARING + b"Q.", "the name of a storage is not text"),
+        (b"\x96" + struct.pack("<Q", 1 << 62) + b".", "does not write the operation"),
+        (b"ccollections\nOrderedDict\n]\x85R.", "argument"),
+        (b"]" * 200_000 + b".", "more than 131,072 bytes"),
+        (b"c" + b"a" * 100_000 + b"\nb\n.", "a" * 200 + "$"),
+        (_TENSOR + b"K\x00(" + b"K\x01" * 17 + b"t(" + b"K\x01" * 17 + b"ttR.", "17 dimensions"),
+        (_TENSOR + b"K\x00)" + b"N" * 500 + b"tR.", "argument"),
+    ],
+)
+def test_a_short_archive_takes_neither_time_nor_memory(operations: bytes, message: str) -> None:
+    content = {**contents(torch.ones(3, 72)), "data.pkl": b"\x80\x02" + operations}
+    with pytest.raises(ValueError, match=f"not a tensor saved by torch.save: .*{message}"):
+        read_embeds(in_base64(archive(content)))
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_every_protocol_is_read(protocol: int) -> None:
+    tensor = torch.randn(4, 72)
+    several = OrderedDict({"a": tensor, 3: [tensor, {"b": (1, 2.5, None, True, 10**12)}]})
+    for value in (tensor, {str(i): torch.ones(2) for i in range(300)}, several):
+        buffer = io.BytesIO()
+        torch.save(value, buffer, pickle_protocol=protocol)
+        found = read_archive(buffer.getvalue())
+        torch.testing.assert_close(found, value, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_dense_tensors_are_read(dtype: torch.dtype) -> None:
     value = torch.randn(5, 144, dtype=dtype)
-    for one in (value, value[1:4, ::2], value.T, torch.nn.Parameter(value), value[:0]):
+    negated = torch._neg_view(value)  # as x.conj().imag is, too: the file has the values of value
+    for one in (value, value[1:4, ::2], value.T, torch.nn.Parameter(value), value[:0], negated):
         assert torch.equal(read_embeds(encoded(one)), one)
 
 

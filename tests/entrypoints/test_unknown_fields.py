@@ -43,6 +43,16 @@ def test_the_reply_tells(http: httpx.Client) -> None:
     assert all("warnings" not in event for event in rest)
 
 
+def test_a_connector_is_not_handed_megabytes(http: httpx.Client) -> None:
+    """The engine copies them for each choice: with 1.2 million keys others waited for 10 s."""
+    for count, status in ((200_000, 200), (300_000, 400)):
+        given = {"frobnicate": [0] * count}
+        body = {"prompt": [5, 6], "max_tokens": 1, "kv_transfer_params": given}
+        answer = http.post("/v1/completions", json=body)
+        assert answer.status_code == status
+    assert "at most 262,144 are handed to a connector" in answer.json()["error"]["message"]
+
+
 def test_strict_requests(tiny_llama: Path, tmp_path: Path) -> None:
     settings = ServerSettings(strict_requests=True)
     option = {"extract_only_when_asked": True}

@@ -88,6 +88,7 @@ def read_gguf(data: bytes, name: re.Pattern[str]) -> dict[str, torch.Tensor]:
         raise ValueError(f"its alignment is {alignment!r}")
     begin = -(-reader.place // alignment) * alignment
     found: dict[str, torch.Tensor] = {}
+    room = len(data)
     for own_name, shape, kind, offset in entries:
         if not name.fullmatch(own_name):
             continue
@@ -99,6 +100,9 @@ def read_gguf(data: bytes, name: re.Pattern[str]) -> dict[str, torch.Tensor]:
         dtype: torch.dtype = getattr(torch, _TENSOR_TYPES[kind])
         reader.place = begin + offset
         content = bytearray(reader.take(math.prod(shape) * dtype.itemsize))
+        room -= len(content)
+        if room < 0:
+            raise ValueError("its tensors lie over one another")
         found[own_name] = torch.frombuffer(content, dtype=dtype) if content else torch.empty(0)
     if not found:
         raise ValueError("it has no tensor direction.<layer>, as control vectors have")

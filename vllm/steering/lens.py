@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from vllm.exceptions import VLLMValidationError
 from vllm.steering import SteeringVector
-from vllm.steering.files import MOST_BYTES
 from vllm.utils.text import brief, parse_json
 
 if TYPE_CHECKING:
@@ -29,6 +28,11 @@ OPTIONS = (STEERING, ROWS, *_REFUSED)
 """Its options that have an effect or are refused."""
 _FIELDS = {"activations", "layer_indices", "scale", "norm_match", "position_indices"}
 _DTYPES = ("float32", "float16", "bfloat16")
+_MOST_VECTORS = 1024
+"""Most vectors of a request, as in its other forms."""
+_MOST_DIMENSIONS = 8
+MOST_UNPACKED_BYTES = 64 << 20
+"""Most bytes of all tensors that come as JSON in one request: compressed ones are short there."""
 
 
 def check_options(extra: Mapping[str, Any]) -> None:
@@ -42,9 +46,17 @@ def steering_of(value: object) -> list[SteeringVector]:
     """Return the vectors of ``apply_steering_vectors``: objects with the attributes of vllm-lens'
     SteeringVector, dicts of its JSON, or a text of JSON."""
     value = _parsed(STEERING, value)
-    if not isinstance(value, list | tuple):
-        fail(STEERING, f"{brief(value)}: has to be a list of steering vectors")
-    return [_vector(one) for one in value]
+    if not isinstance(value, list | tuple) or len(value) > _MOST_VECTORS:
+        most = f"at most {_MOST_VECTORS}"
+        fail(STEERING, f"{brief(value)}: has to be a list of steering vectors, {most}")
+    vectors: list[SteeringVector] = []
+    room = MOST_UNPACKED_BYTES
+    for one in value:
+        fields = _fields(one)
+        tensor, given = _tensor(fields["activations"], room), fields["activations"]
+        room -= 0 if tensor is given else tensor.nbytes
+        vectors.append(_vector(tensor, fields))
+    return vectors
 
 
 def rows_of(value: Any, num_layers: int) -> tuple[int, ...]:
@@ -71,16 +83,19 @@ def _parsed(name: str, value: Any) -> Any:
         fail(name, f"it is not JSON: {error}")
 
 
-def _vector(one: Any) -> SteeringVector:
-    given = one
+def _fields(one: Any) -> Mapping[str, Any]:
+    given: Mapping[str, Any] = one
     if not isinstance(one, Mapping):
         given = {name: getattr(one, name) for name in _FIELDS if hasattr(one, name)}
     unknown = sorted(map(str, given.keys() - _FIELDS))
     if unknown or not {"activations", "layer_indices"} <= given.keys():
         expected = "activations and layer_indices, and only fields of vllm-lens' SteeringVector"
         fail(STEERING, f"{brief(unknown or one)}: each has to have {expected}")
-    vectors, layers = _tensor(given["activations"]), given["layer_indices"]
-    places = given.get("position_indices")
+    return given
+
+
+def _vector(vectors: torch.Tensor, given: Mapping[str, Any]) -> SteeringVector:
+    layers, places = given["layer_indices"], given.get("position_indices")
     if vectors.dim() not in (2, 3):
         fail(STEERING, f"activations have {vectors.dim()} dimensions: has to be 2 or 3")
     if vectors.dim() == 2 and places is not None:
@@ -89,7 +104,10 @@ def _vector(one: Any) -> SteeringVector:
             "position_indices with activations [layers, hidden], which are added everywhere: give "
             "[layers, positions, hidden]",
         )
-    if not isinstance(layers, list | tuple) or not all(type(one) is int for one in layers):
+    are_ids = isinstance(layers, list | tuple) and all(
+        type(one) is int and 0 <= one < 2**31 - 1 for one in layers
+    )
+    if not are_ids:  # integers without bounds may all have the same hash
         fail(STEERING, f"layer_indices={brief(layers)}: has to be a list of layers")
     if len({*layers}) < len(layers):
         fail(STEERING, f"layer_indices={brief(layers)}: has a layer twice")
@@ -105,8 +123,11 @@ def _vector(one: Any) -> SteeringVector:
     )
 
 
-def _tensor(value: Any) -> torch.Tensor:
-    """Return a tensor, or that of a dict of vllm-lens' JSON, whose data may be compressed."""
+def _tensor(value: Any, room: int) -> torch.Tensor:
+    """Return a tensor, or that of a dict of vllm-lens' JSON, whose data may be compressed.
+
+    ``room``: most bytes of the latter.
+    """
     import torch
 
     if torch.is_tensor(value):
@@ -115,9 +136,15 @@ def _tensor(value: Any) -> torch.Tensor:
         name, shape = value.get("original_dtype") or value["dtype"], value["shape"]
         name = name.removeprefix("torch.")
         dtype: torch.dtype = getattr(torch, name) if name in _DTYPES else _fail_dtype(name)
+        is_shape = isinstance(shape, list | tuple) and len(shape) <= _MOST_DIMENSIONS
+        if not is_shape or not all(type(one) is int and one > 0 for one in shape):
+            raise ValueError(f"shape {brief(shape)} is not a list of sizes")
         num_bytes = math.prod(shape) * dtype.itemsize
-        if not 0 < num_bytes <= MOST_BYTES:
-            raise ValueError(f"shape {brief(shape)} has {num_bytes} bytes")
+        if num_bytes > room:
+            raise ValueError(
+                f"with shape {brief(shape)} the tensors of this request have more than "
+                f"{MOST_UNPACKED_BYTES:,} bytes"
+            )
         data = base64.b64decode(value["data"], validate=True)
         if value.get("compression") == "zstd":
             import pyarrow

@@ -159,4 +159,8 @@ def _run_command(name: str, arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main()
+    # CPython notes an interrupt of exec(), as in an import of dataclasses, also one that is caught;
+    # behind ``python -m`` it then ends by SIGINT. Another exec() takes the note back.
+    exec("")
+    sys.exit(status)

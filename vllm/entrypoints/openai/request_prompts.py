@@ -26,6 +26,8 @@ from vllm.transformers_utils.chat_template import ChatOptions, chat_text
 if TYPE_CHECKING:
     from vllm.entrypoints.openai.state import ServerState
 
+MAX_TRANSFER_BYTES = 1 << 18
+"""Most bytes of ``kv_transfer_params``, which the engine copies for each choice."""
 MAX_TEMPERATURE = 2.0
 _NOT_SERVED = (
     "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
@@ -230,7 +232,13 @@ def _extra_args(body: GenerationBody) -> dict[str, Any] | None:
     if kv_transfer_params is None:
         return extra or None
     try:
-        msgspec.msgpack.encode(kv_transfer_params)
+        num_bytes = len(msgspec.msgpack.encode(kv_transfer_params))
     except (OverflowError, RecursionError) as error:
         raise bad_request(f"kv_transfer_params: {error}") from None
+    if num_bytes > MAX_TRANSFER_BYTES:
+        raise bad_request(
+            f"kv_transfer_params: have {num_bytes:,} bytes; at most {MAX_TRANSFER_BYTES:,} are "
+            "handed to a connector",
+            "kv_transfer_params",
+        )
     return {**extra, "kv_transfer_params": kv_transfer_params}
