@@ -110,7 +110,7 @@ def test_dotted_entries() -> None:
     [
         (["--api-key", "a", "b", "--api_key=c"], "('a b and then c'); name all values once"),
         (["--served-model-name", "a", "--served-model-name", "a", "b"], "('a and then a b'); name"),
-        (["--port", "1", "m", "--port=2"], None),
+        (["--port", "1", "--port=2", "--no-enable-lora"], None),
         (["--enable-lora", "--port", "2", "--no-enable-lora"], None),
     ],
 )
