@@ -61,9 +61,25 @@ def test_values_are_those_of_the_offline_engine(http: httpx.Client, reference: L
     for item, row, token in zip(content, rows, ids, strict=True):
         assert set(item) == {"token", "logprob", "bytes", "top_logprobs"}
         assert item["logprob"] == pytest.approx(row[token].logprob, abs=1e-6)
-        assert bytes(item["bytes"]).decode() == item["token"] == row[token].decoded_token
+        text = bytes(item["bytes"]).decode(errors="replace")
+        assert text == item["token"] == row[token].decoded_token
         best = sorted((entry.logprob for entry in row.values()), reverse=True)[:2]
         assert [top["logprob"] for top in item["top_logprobs"]] == pytest.approx(best, abs=1e-6)
+
+
+def test_bytes_are_those_of_parts_of_characters(http: httpx.Client) -> None:
+    """Tokens of this vocabulary are bytes, so that most of the tokens have no text of their own."""
+    ids = [127, 102]
+    options = {"allowed_token_ids": ids, "max_tokens": 40, "seed": 3, "ignore_eos": True}
+    answer = chat(http, logprobs=True, top_logprobs=2, return_token_ids=True, **options)
+    choice = answer["choices"][0]
+    assert set(choice["token_ids"]) == set(ids)
+    for token, item in zip(choice["token_ids"], choice["logprobs"]["content"], strict=True):
+        assert item["bytes"] == list("é".encode()[ids.index(token) :][:1])
+        assert item["token"] == "\ufffd"
+    content = b"".join(bytes(item["bytes"]) for item in choice["logprobs"]["content"])
+    assert content.decode(errors="replace") == choice["message"]["content"]
+    assert "é" in choice["message"]["content"]
 
 
 def test_the_whole_vocabulary(

@@ -126,6 +126,8 @@ def test_echo(http: httpx.Client, reference: LLM) -> None:
     assert logprobs["tokens"][:9] == list("some text")
     assert logprobs["token_logprobs"][0] is None and logprobs["top_logprobs"][0] is None
     assert logprobs["text_offset"][:9] == list(range(9)) and len(logprobs["tokens"]) == 13
+    echoed = complete(http, prompt="é€b", max_tokens=1, echo=True, logprobs=0, **GREEDY)
+    assert echoed["choices"][0]["logprobs"]["text_offset"] == [0, 0, 1, 1, 1, 2, 3]
     asked = {"max_tokens": 0, "echo": True, "logprobs": 0, "return_token_ids": True}
     only = complete(http, prompt=[64, 65], **asked)
     assert only["choices"][0]["text"] == "ab" and only["choices"][0]["token_ids"] == []

@@ -34,6 +34,7 @@ from vllm.entrypoints.openai.state import ServerState
 from vllm.inputs import ParsedPrompt
 from vllm.outputs import Logprob
 from vllm.sampling_params import MAX_CHOICES
+from vllm.transformers_utils.token_texts import TextPlace
 
 MAX_QUICK_TOKENS = 4096
 """Prompts of at most this many token ids in total are checked on the event loop: a thread costs
@@ -61,8 +62,8 @@ class Completion(Generation[CompletionRequest]):
         self._shows_output = not (body.echo and body.max_tokens == 0)
         self._echo_texts: list[str] = []
         """The text of each prompt if the answer begins with it."""
-        self._text_lengths: dict[int, int] = {}
-        """Characters sent so far, by choice."""
+        self._places: dict[int, TextPlace] = {}
+        """Place in the text of each choice that was begun, counted with log-probabilities."""
 
     def wanted(self) -> Wanted:
         body, num_prompts = self.body, len(self._inputs) + len(self._embeds or ())
@@ -104,13 +105,12 @@ class Completion(Generation[CompletionRequest]):
     def _fields(self, news: News) -> dict[str, Any]:
         """Return the fields of a choice, the first time including those of its prompt."""
         index, output, completion = news
-        is_first, offset = index not in self._text_lengths, self._text_lengths.get(index, 0)
+        is_first = index not in self._places
         text = completion.text if self._shows_output else ""
         if is_first and self._echo_texts:
             text = self._echo_texts[index // (self.body.n or 1)] + text
-        logprobs = self._logprobs(news, is_first, offset)
-        length = len(text) if logprobs is None else sum(map(len, logprobs.tokens))
-        self._text_lengths[index] = offset + length
+        place = self._places.setdefault(index, TextPlace())
+        logprobs = self._logprobs(news, is_first, place)
         shows_ids = self.body.return_token_ids and is_first
         shared = self.in_every_choice(news)
         if self.body.return_token_ids and not self._shows_output:
@@ -122,8 +122,8 @@ class Completion(Generation[CompletionRequest]):
             "prompt_token_ids": output.prompt_token_ids if shows_ids else None,
         }
 
-    def _logprobs(self, news: News, is_first: bool, offset: int) -> CompletionLogprobs | None:
-        """Return the logprobs of the text, which begins at ``offset``; None if not requested."""
+    def _logprobs(self, news: News, is_first: bool, place: TextPlace) -> CompletionLogprobs | None:
+        """Return the logprobs of the text from ``place`` on; None if not requested."""
         _, output, completion = news
         if completion.logprobs is None:
             return None
@@ -132,16 +132,19 @@ class Completion(Generation[CompletionRequest]):
         if is_first and self._echo_texts:
             # A request that was aborted may have only the first rows of its prompt.
             rows += zip_longest(output.prompt_token_ids or [], output.prompt_logprobs or [])
+        num_echoed = len(rows)
         if self._shows_output:
             rows += zip(completion.token_ids, completion.logprobs, strict=True)
-        for token_id, row in rows:
+        texts, keeps = self.state.token_texts, self.body.skip_special_tokens is False
+        for number, (token_id, row) in enumerate(rows):
             entry = None if row is None else row[token_id]
-            token = self.token_name(token_id, entry)
-            logprobs.tokens.append(token)
-            logprobs.text_offset.append(offset)
+            logprobs.tokens.append(self.token_name(token_id, entry))
+            logprobs.text_offset.append(place.offset)
+            if number < num_echoed or keeps or token_id not in texts.special_ids:
+                text = self.token_text(token_id, entry)
+                place.add(text, texts.bytes_of(token_id, text))
             logprobs.token_logprobs.append(None if entry is None else finite(entry))
             logprobs.top_logprobs.append(None if row is None else self._top(row))
-            offset += len(token)
         return logprobs
 
     def _top(self, row: dict[int, Logprob]) -> dict[str, float]:

@@ -1,0 +1,73 @@
+"""The text and the bytes of single tokens, as they are behind other tokens of a text."""
+
+from __future__ import annotations
+
+import codecs
+import re
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from vllm.transformers_utils.tokenizer import TokenizerLike, make_decoder
+
+_REPLACEMENT = "\ufffd"
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+_OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
+_BYTE_OF = {chr(byte): byte for byte in _PRINTABLE}
+_BYTE_OF |= {chr(256 + index): byte for index, byte in enumerate(_OTHERS)}
+"""Character -> byte, in the vocabularies of byte-level tokenizers."""
+_befores: WeakKeyDictionary[Any, tuple[list[int], str]] = WeakKeyDictionary()
+
+
+class TokenTexts:
+    """Texts of the tokens of one tokenizer.
+
+    Many tokenizers drop the space before the first token of what they decode. So a token is
+    decoded behind another one, whose text is then left out.
+    """
+
+    def __init__(self, tokenizer: TokenizerLike) -> None:
+        self._tokenizer: Any = tokenizer
+        self._decode = make_decoder(tokenizer)
+        self.special_ids = frozenset(tokenizer.all_special_ids)
+        if tokenizer not in _befores:
+            ids = tokenizer.encode("a", add_special_tokens=False, verbose=False)[-1:]
+            _befores[tokenizer] = ids, self._decode(ids)
+        self._before = _befores[tokenizer]
+
+    def text(self, token: int) -> str:
+        """Return the token's text; parts of a character are replacement characters."""
+        ids, before = self._before
+        if token not in self.special_ids:
+            text = self._decode([*ids, token])
+            if text.startswith(before):
+                return text[len(before) :]
+        return self._decode([token])
+
+    def bytes_of(self, token: int, text: str) -> bytes | None:
+        """Return the UTF-8 bytes of a token with this text, which may be a part of a character.
+
+        None: they are not known.
+        """
+        if _REPLACEMENT not in text:
+            return text.encode()
+        spelled = self._tokenizer.convert_ids_to_tokens(token) or ""
+        if match := _BYTE_TOKEN.fullmatch(spelled):
+            return bytes([int(match[1], 16)])
+        if not all(character in _BYTE_OF for character in spelled):
+            return None
+        found = bytes(_BYTE_OF[character] for character in spelled)
+        return found if found.decode(errors="replace") == text else None
+
+
+class TextPlace:
+    """The place in a text that grows by tokens: the number of characters that are complete."""
+
+    def __init__(self) -> None:
+        self.offset = 0
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def add(self, text: str, content: bytes | None) -> None:
+        """Go on by a token with this text; ``content``: its bytes, if they are known."""
+        self.offset += len(self._decoder.decode(content or b"", final=content is None))
+        self.offset += len(text) if content is None else 0
