@@ -7,7 +7,7 @@ import re
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from vllm.transformers_utils.tokenizer import TokenizerLike, make_decoder
+from vllm.transformers_utils.tokenizer import make_decoder
 
 _REPLACEMENT = "\ufffd"
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -26,10 +26,13 @@ class TokenTexts:
     decoded behind another one, whose text is then left out.
     """
 
-    def __init__(self, tokenizer: TokenizerLike) -> None:
-        self._tokenizer: Any = tokenizer
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
         self._decode = make_decoder(tokenizer)
-        self.special_ids = frozenset(tokenizer.all_special_ids)
+        added = tokenizer.added_tokens_decoder if tokenizer.is_fast else {}
+        special = {token for token, one in added.items() if one.special}
+        self.special_ids = special.union(tokenizer.all_special_ids)
+        """Tokens that texts without special tokens lack."""
         if tokenizer not in _befores:
             ids = tokenizer.encode("a", add_special_tokens=False, verbose=False)[-1:]
             _befores[tokenizer] = ids, self._decode(ids)

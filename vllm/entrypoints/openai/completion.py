@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import zip_longest
-from typing import Any
+from itertools import islice, product, takewhile, zip_longest
+from typing import Any, NamedTuple
 
 from fastapi import Request
 
@@ -39,8 +39,18 @@ from vllm.transformers_utils.token_texts import TextPlace
 MAX_QUICK_TOKENS = 4096
 """Prompts of at most this many token ids in total are checked on the event loop: a thread costs
 more."""
+MAX_ADDED = 2
+"""Special tokens that a tokenizer adds at one end of a text, at most."""
 TOKENS_OF_A_PROMPT = 64
 """Fixed cost of a prompt, in token ids."""
+
+
+class Echo(NamedTuple):
+    """A prompt at the beginning of an answer."""
+
+    text: str
+    shown: range
+    """Its tokens that the text has; the tokenizer added the others to the text."""
 
 
 class Completion(Generation[CompletionRequest]):
@@ -60,8 +70,8 @@ class Completion(Generation[CompletionRequest]):
         are_few_ids = are_ids and num_tokens <= MAX_QUICK_TOKENS
         self.is_quick = are_few_ids and not body.echo and not body.bad_words
         self._shows_output = not (body.echo and body.max_tokens == 0)
-        self._echo_texts: list[str] = []
-        """The text of each prompt if the answer begins with it."""
+        self._echoes: list[Echo] = []
+        """The echo of each prompt if the answer begins with it."""
         self._places: dict[int, TextPlace] = {}
         """Place in the text of each choice that was begun, counted with log-probabilities."""
 
@@ -89,7 +99,20 @@ class Completion(Generation[CompletionRequest]):
         super()._prepare()
         if self.body.echo:
             prompts = [processed.request.prompt_token_ids for processed in self.requests]
-            self._echo_texts = [self.state.decode(token_ids) for token_ids in prompts]
+            self._echoes = [self._echo(*one) for one in zip_longest(prompts, self._inputs)]
+
+    def _echo(self, token_ids: list[int], given: object) -> Echo:
+        """Return a prompt as it was given, or else, as when it was truncated, as it reads."""
+        decode, special = self.state.decode, self.state.token_texts.special_ids
+        begins = takewhile(special.__contains__, token_ids)
+        ends = takewhile(special.__contains__, reversed(token_ids))
+        most = (len(list(islice(one, MAX_ADDED))) for one in (begins, ends))
+        for before, after in product(*(range(number + 1) for number in most)):
+            shown = range(before, max(before, len(token_ids) - after))
+            text = decode(token_ids[shown.start : shown.stop])
+            if text == given:
+                return Echo(text, shown)
+        return Echo(decode(token_ids), range(len(token_ids)))
 
     def request_id(self, prompt_index: int) -> str:
         return f"{self.id}-{prompt_index}"
@@ -107,8 +130,8 @@ class Completion(Generation[CompletionRequest]):
         index, output, completion = news
         is_first = index not in self._places
         text = completion.text if self._shows_output else ""
-        if is_first and self._echo_texts:
-            text = self._echo_texts[index // (self.body.n or 1)] + text
+        if is_first and self._echoes:
+            text = self._echoes[index // (self.body.n or 1)].text + text
         place = self._places.setdefault(index, TextPlace())
         logprobs = self._logprobs(news, is_first, place)
         shows_ids = self.body.return_token_ids and is_first
@@ -124,24 +147,27 @@ class Completion(Generation[CompletionRequest]):
 
     def _logprobs(self, news: News, is_first: bool, place: TextPlace) -> CompletionLogprobs | None:
         """Return the logprobs of the text from ``place`` on; None if not requested."""
-        _, output, completion = news
+        index, output, completion = news
         if completion.logprobs is None:
             return None
-        logprobs = CompletionLogprobs()
+        logprobs, echoed = CompletionLogprobs(), range(0)
         rows: list[tuple[int, dict[int, Logprob] | None]] = []
-        if is_first and self._echo_texts:
+        if is_first and self._echoes:
+            echoed = self._echoes[index // (self.body.n or 1)].shown
             # A request that was aborted may have only the first rows of its prompt.
             rows += zip_longest(output.prompt_token_ids or [], output.prompt_logprobs or [])
         num_echoed = len(rows)
         if self._shows_output:
             rows += zip(completion.token_ids, completion.logprobs, strict=True)
         texts, keeps = self.state.token_texts, self.body.skip_special_tokens is False
+        special = texts.special_ids
         for number, (token_id, row) in enumerate(rows):
             entry = None if row is None else row[token_id]
             logprobs.tokens.append(self.token_name(token_id, entry))
             logprobs.text_offset.append(place.offset)
-            if number < num_echoed or keeps or token_id not in texts.special_ids:
-                text = self.token_text(token_id, entry)
+            if number in echoed or (number >= num_echoed and (keeps or token_id not in special)):
+                begins = number < num_echoed and number == echoed.start
+                text = self.token_text(token_id, None if begins else entry)
                 place.add(text, texts.bytes_of(token_id, text))
             logprobs.token_logprobs.append(None if entry is None else finite(entry))
             logprobs.top_logprobs.append(None if row is None else self._top(row))
