@@ -49,5 +49,14 @@ def test_bytes_that_are_not_known() -> None:
     place = TextPlace()
     place.add("\ufffd", b"\xc3")
     assert place.offset == 0
-    place.add("\ufffdx", None)
+    assert place.add("\ufffdx", None) == 1
     assert place.offset == 3
+
+
+def test_places_behind_parts_of_characters() -> None:
+    place = TextPlace()
+    parts = [b"\xc3", b"k", b"\xc3", b"\xa9", b"\xa9", b"\xe2\x82", b"\xac", b"\xe2", b"\xc3", b""]
+    whole = b"".join(parts).decode(errors="replace")
+    starts = [place.add(part.decode(errors="replace"), part) for part in parts]
+    assert whole == "\ufffdké\ufffd€\ufffd\ufffd"
+    assert starts == [0, 1, 2, 2, 3, 4, 4, 5, 6, 7]

@@ -70,7 +70,12 @@ class TextPlace:
         self.offset = 0
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
-    def add(self, text: str, content: bytes | None) -> None:
-        """Go on by a token with this text; ``content``: its bytes, if they are known."""
-        self.offset += len(self._decoder.decode(content or b"", final=content is None))
-        self.offset += len(text) if content is None else 0
+    def add(self, text: str, content: bytes | None) -> int:
+        """Go on by a token with this text, and return its place; ``content``: its bytes, if they
+        are known."""
+        continues = content is not None and 0x80 <= (content or b"\0")[0] < 0xC0
+        if not continues:  # what is pending is no part of this token's character
+            self.offset += len(self._decoder.decode(b"", final=True))
+        start = self.offset
+        self.offset += len(text) if content is None else len(self._decoder.decode(content))
+        return start

@@ -164,11 +164,12 @@ class Completion(Generation[CompletionRequest]):
         for number, (token_id, row) in enumerate(rows):
             entry = None if row is None else row[token_id]
             logprobs.tokens.append(self.token_name(token_id, entry))
-            logprobs.text_offset.append(place.offset)
+            offset = place.offset
             if number in echoed or (number >= num_echoed and (keeps or token_id not in special)):
                 begins = number < num_echoed and number == echoed.start
                 text = self.token_text(token_id, None if begins else entry)
-                place.add(text, texts.bytes_of(token_id, text))
+                offset = place.add(text, texts.bytes_of(token_id, text))
+            logprobs.text_offset.append(offset)
             logprobs.token_logprobs.append(None if entry is None else finite(entry))
             logprobs.top_logprobs.append(None if row is None else self._top(row))
         return logprobs
