@@ -16,7 +16,8 @@ _OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
 _BYTE_OF = {chr(byte): byte for byte in _PRINTABLE}
 _BYTE_OF |= {chr(256 + index): byte for index, byte in enumerate(_OTHERS)}
 """Character -> byte, in the vocabularies of byte-level tokenizers."""
-_befores: WeakKeyDictionary[Any, tuple[list[int], str]] = WeakKeyDictionary()
+_facts: WeakKeyDictionary[Any, tuple[list[int], str, frozenset[int]]] = WeakKeyDictionary()
+"""Of a tokenizer: a token to decode others behind, its text, and the special tokens."""
 
 
 class TokenTexts:
@@ -29,22 +30,17 @@ class TokenTexts:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._decode = make_decoder(tokenizer)
-        added = tokenizer.added_tokens_decoder if tokenizer.is_fast else {}
-        special = {token for token, one in added.items() if one.special}
-        self.special_ids = special.union(tokenizer.all_special_ids)
-        """Tokens that texts without special tokens lack."""
-        if tokenizer not in _befores:
+        if tokenizer not in _facts:
             ids = tokenizer.encode("a", add_special_tokens=False, verbose=False)[-1:]
-            _befores[tokenizer] = ids, self._decode(ids)
-        self._before = _befores[tokenizer]
+            _facts[tokenizer] = ids, self._decode(ids), _special_ids(tokenizer)
+        self._ids, self._before, self.special_ids = _facts[tokenizer]
 
     def text(self, token: int) -> str:
         """Return the token's text; parts of a character are replacement characters."""
-        ids, before = self._before
         if token not in self.special_ids:
-            text = self._decode([*ids, token])
-            if text.startswith(before):
-                return text[len(before) :]
+            text = self._decode([*self._ids, token])
+            if text.startswith(self._before):
+                return text[len(self._before) :]
         return self._decode([token])
 
     def bytes_of(self, token: int, text: str) -> bytes | None:
@@ -61,6 +57,19 @@ class TokenTexts:
             return None
         found = bytes(_BYTE_OF[character] for character in spelled)
         return found if found.decode(errors="replace") == text else None
+
+    def special_id(self, text: str) -> int | None:
+        """Return the special token that is spelt so; None: there is none."""
+        token = self._tokenizer.convert_tokens_to_ids(text)
+        is_it = token in self.special_ids and self._decode([token]) == text
+        return token if is_it else None
+
+
+def _special_ids(tokenizer: Any) -> frozenset[int]:
+    """Return the tokens that texts without special tokens lack."""
+    added = tokenizer.added_tokens_decoder if tokenizer.is_fast else {}
+    special = {token for token, one in added.items() if one.special}
+    return frozenset(special.union(tokenizer.all_special_ids))
 
 
 class TextPlace:

@@ -361,7 +361,7 @@ class GenerationBody(PromptFields):
     seed: Int64 | None = None
     """Seed of the sampling; the same seed gives the same answer."""
     stop: Stop | None = None
-    """Text, or texts, at which the answer ends."""
+    """Text, or texts, at which the answer ends; also special tokens, which texts lack."""
     stop_token_ids: TokenIds | None = None
     """Token ids at which the answer ends."""
     ignore_eos: bool | None = None
