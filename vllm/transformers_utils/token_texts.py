@@ -17,7 +17,7 @@ _BYTE_OF = {chr(byte): byte for byte in _PRINTABLE}
 _BYTE_OF |= {chr(256 + index): byte for index, byte in enumerate(_OTHERS)}
 """Character -> byte, in the vocabularies of byte-level tokenizers."""
 _facts: WeakKeyDictionary[Any, tuple[list[int], str, frozenset[int]]] = WeakKeyDictionary()
-"""Of a tokenizer: a token to decode others behind, its text, and the special tokens."""
+"""A token to decode others behind, its text, and the special tokens, by tokenizer."""
 
 
 class TokenTexts:
