@@ -241,7 +241,10 @@ def test_what_sentence_transformers_does_to_texts(checkpoint: Checkpoint, tmp_pa
         ({"config_sentence_transformers": {"truncate_dim": 8}}, "says truncate_dim=8"),
         ({"config_sentence_transformers": PROMPTED}, None),
         ({"config_sentence_transformers": {"prompts": {"query": "Q: "}}}, None),
-        ({"tokenizer_config": {**tokenizer, "model_max_length": 3}}, "takes 3, the max_seq_length"),
+        (
+            {"tokenizer_config": {**tokenizer, "model_max_length": 3}},
+            "takes 3, the model_max_length of tokenizer_config.json",
+        ),
         ({"tokenizer_config": {**tokenizer, "model_max_length": 1e30}}, None),
         ({"modules": elsewhere}, "model in '0_Transformer'"),
         ({"modules": of_others}, "module 'custom.Pooling'"),
