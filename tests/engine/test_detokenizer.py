@@ -97,6 +97,24 @@ def test_stop_string_over_several_tokens_is_cut(tokenizer: Any) -> None:
     assert len(detokenizer.token_ids) == count
 
 
+@pytest.mark.parametrize("included", [False, True])
+def test_a_special_token_as_a_stop_string(included: bool) -> None:
+    """It ends the text although texts lack it; not before the minimum, and no other one does."""
+    tokenizer = byte_level_tokenizer()
+    special = tokenizer.convert_tokens_to_ids("<|im|>")
+    other = tokenizer.convert_tokens_to_ids("<|end|>")
+    params = SamplingParams(
+        stop=["zz", "<|im|>"], min_tokens=4, max_tokens=9, include_stop_str_in_output=included
+    )
+    ids = [*tokenizer.encode("aé"), special, other, *tokenizer.encode("é")[:1], special, 70]
+    detokenizer = Detokenizer.for_request(tokenizer, params, [70])
+    stops = [detokenizer.update([token]) for token in ids]
+    assert stops == [None] * 6 + ["<|im|>"] * 2
+    assert detokenizer.token_ids == ids[:7]
+    detokenizer.finish()
+    assert detokenizer.take_text(delta=False) == "aé\ufffd" + "<|im|>" * included
+
+
 def test_stop_string_may_be_included(tokenizer: Any) -> None:
     detokenizer, stop, _ = feed(
         tokenizer, "one two three", stop="two", include_stop_str_in_output=True

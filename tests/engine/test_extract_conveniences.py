@@ -75,6 +75,9 @@ def test_a_mean_that_its_dtype_cannot_hold_is_an_error(checkpoint: Checkpoint) -
         with pytest.raises(HiddenStatesError, match=r"prompt 1: mean in float16: .* not finite"):
             next(samples)
         first, second, third = llm.extract(prompts, on_error="yield", **settings)
+        hooks = {"hooks": ["blocks.0.hook_in"], "layers": "norm"}
+        with pytest.raises(HiddenStatesError, match=r"mean in float16: blocks\.0\.hook_in is"):
+            list(llm.extract(prompts, **settings | hooks))
     assert isinstance(second, FailedSample)
     assert isinstance(first, HiddenStatesSample)
     assert isinstance(third, HiddenStatesSample)

@@ -21,6 +21,8 @@ from vllm import LLM, ClassificationRequestOutput
 PROMPTS = random_prompts(58, [1, 17, 40, 97, 33])
 IDS = [prompt["prompt_token_ids"] for prompt in PROMPTS]
 PAD = 11
+SIGMOID = torch.sigmoid
+NN = "torch.nn.modules"
 AUTO = {
     "sequence": transformers.AutoModelForSequenceClassification,
     "token": transformers.AutoModelForTokenClassification,
@@ -97,6 +99,39 @@ def test_padding_at_the_end_is_not_read(pad_token_id: int | None, tmp_path: Path
             assert relative_error(scores, logits_of(model, ids)) <= 1e-4
         data = llm.encode([5, PAD, 6], "token_classify", use_activation=False)[0].outputs.data
         assert data.shape == (3, 3)
+
+
+@pytest.mark.parametrize(
+    ("num_labels", "entries", "activation"),
+    [
+        (
+            1,
+            {"sentence_transformers": {"activation_fn": f"{NN}.activation.Sigmoid"}},
+            torch.sigmoid,
+        ),
+        (3, {"sentence_transformers": {"activation_fn": f"{NN}.linear.Identity"}}, lambda x: x),
+        (3, {"sbert_ce_default_activation_function": f"{NN}.activation.Sigmoid"}, SIGMOID),
+        (3, {"sentence_transformers": {"version": "5.0.0"}}, lambda x: x.softmax(-1)),
+        (1, {"sentence_transformers": {"activation_fn": f"{NN}.activation.Tanh"}}, "Tanh'?: known"),
+        (3, {"problem_type": "multilabel"}, "problem_type='multilabel': known"),
+    ],
+)
+def test_what_cross_encoders_store(
+    num_labels: int, entries: dict[str, Any], activation: Any, tmp_path: Path
+) -> None:
+    model = make_head(tmp_path, "llama", "sequence", num_labels)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | entries))
+    with engine(tmp_path) as llm:
+        if isinstance(activation, str):
+            with pytest.raises(ValueError, match=activation):
+                llm.classify(PROMPTS)
+        else:
+            for ids, output in zip(IDS, llm.classify(PROMPTS), strict=True):
+                probs = torch.tensor(output.outputs.probs)
+                assert (probs - activation(logits_of(model, ids))).abs().max() <= 1e-4
+        for ids, output in zip(IDS, llm.reward(PROMPTS), strict=True):
+            assert (output.outputs.data - logits_of(model, ids)).abs().max() <= 1e-4
 
 
 @pytest.mark.parametrize(

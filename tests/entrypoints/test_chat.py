@@ -61,9 +61,25 @@ def test_values_are_those_of_the_offline_engine(http: httpx.Client, reference: L
     for item, row, token in zip(content, rows, ids, strict=True):
         assert set(item) == {"token", "logprob", "bytes", "top_logprobs"}
         assert item["logprob"] == pytest.approx(row[token].logprob, abs=1e-6)
-        assert bytes(item["bytes"]).decode() == item["token"] == row[token].decoded_token
+        text = bytes(item["bytes"]).decode(errors="replace")
+        assert text == item["token"] == row[token].decoded_token
         best = sorted((entry.logprob for entry in row.values()), reverse=True)[:2]
         assert [top["logprob"] for top in item["top_logprobs"]] == pytest.approx(best, abs=1e-6)
+
+
+def test_bytes_are_those_of_parts_of_characters(http: httpx.Client) -> None:
+    """Tokens of this vocabulary are bytes, so that most of the tokens have no text of their own."""
+    ids = [127, 102]
+    options = {"allowed_token_ids": ids, "max_tokens": 40, "seed": 3, "ignore_eos": True}
+    answer = chat(http, logprobs=True, top_logprobs=2, return_token_ids=True, **options)
+    choice = answer["choices"][0]
+    assert set(choice["token_ids"]) == set(ids)
+    for token, item in zip(choice["token_ids"], choice["logprobs"]["content"], strict=True):
+        assert item["bytes"] == list("é".encode()[ids.index(token) :][:1])
+        assert item["token"] == "\ufffd"
+    content = b"".join(bytes(item["bytes"]) for item in choice["logprobs"]["content"])
+    assert content.decode(errors="replace") == choice["message"]["content"]
+    assert "é" in choice["message"]["content"]
 
 
 def test_the_whole_vocabulary(
@@ -152,6 +168,22 @@ ANSWERS = [
     ("1 <tool 2 <tool_", "1 <tool 2 <tool_", []),
     ('<tool_call>{"name": "g"}</tool_call>', None, [("g", {})]),
     ('<tool_call>{"name": "g", "arguments": "{}"}</tool_call>', None, [("g", {})]),
+    ('<tool_call>{"name": "g", "parameters": {"a": 1}}</tool_call>', None, [("g", {"a": 1})]),
+    (
+        '<tool_call>{"name": "g", "args": {"a": 1}}</tool_call>',
+        '<tool_call>{"name": "g", "args": {"a": 1}}</tool_call>',
+        [],
+    ),
+    (
+        'a<tool_call>{"name": "g", "arguments": {"a": "</tool_call>"}}</tool_call>b',
+        "ab",
+        [("g", {"a": "</tool_call>"})],
+    ),
+    (
+        f'<tool_call>{{"name": "g", "arguments": {{"a": {"[" * 99999}</tool_call>{CALL}',
+        f'<tool_call>{{"name": "g", "arguments": {{"a": {"[" * 99999}</tool_call>',
+        [("f", {"city": "Köln", "n": [1]})],
+    ),
     ("", "", []),
 ]
 
@@ -163,7 +195,7 @@ def test_hermes_tool_calls(text: str, content: str | None, calls: list[Any]) -> 
     got = [(call.function.name, json.loads(call.function.arguments)) for call in found.tool_calls]
     assert got == calls
     assert len({call.id for call in found.tool_calls}) == len(calls)
-    for size in (1, 3, 7, 100):
+    for size in (1, 3, 7, 100) if len(text) < 1000 else ():
         parser: ToolParser = HermesToolParser()
         pieces = [text[i : i + size] for i in range(0, len(text), size)] or [""]
         news = [parser.push(piece, piece_end) for piece, piece_end in _with_last(pieces)]
@@ -211,6 +243,13 @@ def test_arguments_are_sent_as_they_come(text: str, arguments: str) -> None:
 
 def _with_last(pieces: list[str]) -> list[tuple[str, bool]]:
     return [(piece, index == len(pieces) - 1) for index, piece in enumerate(pieces)]
+
+
+def test_numbers_are_as_they_were_written() -> None:
+    for number in ("1.0e400", "1e2", "123456789012345678901234567890", "0.10"):
+        text = f'<tool_call>{{"name": "f", "arguments": {{"a": {number}}}}}</tool_call>'
+        (call,) = HermesToolParser.parse(text).tool_calls
+        assert call.function.arguments == f'{{"a": {number}}}'
 
 
 def test_line_breaks_in_arguments_are_escaped() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -9,6 +12,8 @@ import openai
 import pytest
 
 from tests.engine.harness import greedy, random_prompts
+from tests.entrypoints.live_server import live_server
+from tests.models.checkpoints import NUM_BYTES, SPECIAL_TOKENS
 from vllm import LLM, SamplingParams
 
 GREEDY = {"temperature": 0, "ignore_eos": True}
@@ -126,11 +131,47 @@ def test_echo(http: httpx.Client, reference: LLM) -> None:
     assert logprobs["tokens"][:9] == list("some text")
     assert logprobs["token_logprobs"][0] is None and logprobs["top_logprobs"][0] is None
     assert logprobs["text_offset"][:9] == list(range(9)) and len(logprobs["tokens"]) == 13
+    echoed = complete(http, prompt="é€b", max_tokens=1, echo=True, logprobs=0, **GREEDY)
+    assert echoed["choices"][0]["logprobs"]["text_offset"] == [0, 0, 1, 1, 1, 2, 3]
     asked = {"max_tokens": 0, "echo": True, "logprobs": 0, "return_token_ids": True}
     only = complete(http, prompt=[64, 65], **asked)
     assert only["choices"][0]["text"] == "ab" and only["choices"][0]["token_ids"] == []
     assert only["choices"][0]["logprobs"]["tokens"] == ["a", "b"]
     assert only["usage"]["completion_tokens"] == 1
+
+
+def test_an_echo_is_the_prompt_without_what_the_tokenizer_adds(
+    tiny_llama: Path, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(tiny_llama, tmp_path / "model"))
+    described = json.loads((folder / "tokenizer.json").read_text())
+    bos, end = ({"SpecialToken": {"id": text, "type_id": 0}} for text in SPECIAL_TOKENS[:2])
+    text = {"Sequence": {"id": "A", "type_id": 0}}
+    described["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [bos, text, end],
+        "pair": [],
+        "special_tokens": {
+            one: {"id": one, "ids": [NUM_BYTES + index], "tokens": [one]}
+            for index, one in enumerate(SPECIAL_TOKENS[:2])
+        },
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(described))
+    with live_server(folder, tmp_path / "files", layers=None) as server, server.client() as http:
+        body = {"max_tokens": 1, "echo": True, "logprobs": 0, "return_token_ids": True} | GREEDY
+        texts = ["aé", "<|im_start|>a", "b<|im_start|>"]
+        choices = complete(http, prompt=texts, **body)["choices"]
+        for given, choice in zip(texts, choices, strict=True):
+            assert choice["text"].startswith(given)
+            assert choice["prompt_token_ids"][0] == NUM_BYTES
+            assert choice["prompt_token_ids"][-1] == NUM_BYTES + 1
+            assert choice["logprobs"]["tokens"][0] == SPECIAL_TOKENS[0]
+            assert choice["logprobs"]["text_offset"][:2] == [0, 0]
+            assert choice["logprobs"]["text_offset"][-2:] == [len(given), len(given)]
+        cut = complete(http, prompt="abc", truncate_prompt_tokens=3, **body)["choices"][0]
+        assert cut["text"].startswith(
+            http.post("/detokenize", json={"tokens": cut["prompt_token_ids"]}).json()["prompt"]
+        )
 
 
 def test_stop_strings_and_stop_tokens(http: httpx.Client, reference: LLM) -> None:

@@ -292,6 +292,21 @@ def test_what_is_no_dataset(tmp_path: Path) -> None:
         HiddenStatesDataset(tmp_path)
 
 
+@pytest.mark.parametrize("stored", ["bfloat16", "fp8"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float8_e5m2])
+def test_values_beyond_the_range_of_a_dtype_are_an_error(
+    tmp_path: Path, stored: str, dtype: torch.dtype
+) -> None:
+    samples = make_samples([3, 4])
+    samples[1].hidden_states[2, 1, 5] = 7e4
+    dataset = HiddenStatesDataset(write_dataset(tmp_path / "d", samples, dtype=stored), dtype)
+    assert dataset[0].hidden_states.dtype == dtype
+    with pytest.raises(ValueError, match="sample 1: rows have values beyond the range of float"):
+        dataset[1]
+    with pytest.raises(ValueError, match="sample 1: rows have values beyond the range of float"):
+        list(dataset.iter_rows(2))
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "fp8"])
 def test_batches_that_are_padded_and_packed(tmp_path: Path, dtype: str) -> None:
     dataset = HiddenStatesDataset(write_dataset(tmp_path / "d", make_samples(LENGTHS), dtype=dtype))

@@ -78,6 +78,15 @@ def test_masked_rows_and_dtypes() -> None:
     assert buffer.config["only_masked"] is True and buffer.config["layers"] == 3
 
 
+def test_values_beyond_the_range_of_a_dtype_are_an_error() -> None:
+    samples = make_samples()
+    options: dict[str, Any] = {"layers": 3, "epochs": 1, "dtype": torch.float16}
+    assert everything(ActivationBuffer(samples, 8, 32, **options)).isfinite().all()
+    samples[-1].hidden_states[0, 0, 1] = 7e4
+    with pytest.raises(ValueError, match="beyond the range of float16, which ends at 65,504"):
+        everything(ActivationBuffer(samples, 8, 32, **options))
+
+
 def test_it_has_no_end_by_default() -> None:
     buffer = ActivationBuffer(make_samples(), 8, 16, layers=0)
     batches = list(islice(buffer, 40))

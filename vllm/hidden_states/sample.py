@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 
-from vllm.exceptions import Failure, FailureError
+from vllm.exceptions import Failure, FailureError, FailureKind
 from vllm.hidden_states.layer_ids import Layers
 from vllm.hidden_states.names import Pooling
 from vllm.hidden_states.tensor_file import dtype_name
@@ -202,8 +202,11 @@ class HiddenStatesSample:
                 "hidden_states and scales"
             )
         if self.scales is not None:
-            return dequantize_rows(self.hidden_states, self.scales, dtype or torch.bfloat16)
-        return self.hidden_states if dtype is None else self.hidden_states.to(dtype)
+            rows = dequantize_rows(self.hidden_states, self.scales, dtype or torch.bfloat16)
+        else:
+            rows = self.hidden_states if dtype is None else self.hidden_states.to(dtype)
+        check_range(rows, self.hidden_states, f"sample {self.index}")
+        return rows
 
 
 @dataclass(frozen=True)
@@ -237,6 +240,21 @@ class HiddenStatesError(FailureError):
         return f"prompt {self.index}: {self.reason}"
 
 
+def check_range(changed: torch.Tensor, original: torch.Tensor, name: str) -> None:
+    """Raise ValueError if values became infinite with the dtype that ``changed`` has."""
+    most = torch.finfo(changed.dtype).max
+    if most >= torch.finfo(torch.bfloat16).max or changed.dtype == original.dtype:
+        return
+    is_good, was_good = (
+        (one.float() if one.itemsize == 1 else one).isfinite() for one in (changed, original)
+    )
+    if not torch.equal(is_good.to(was_good.device), was_good):
+        raise ValueError(
+            f"{name}: rows have values beyond the range of {dtype_name(changed.dtype)}, which ends "
+            f"at {most:,.0f}; use bfloat16 or float32"
+        )
+
+
 def check_pooling(value: object) -> None:
     """Raise ValueError if ``value`` is not one of ``Pooling``."""
     if value not in get_args(Pooling):
@@ -249,7 +267,7 @@ def mean_of_rows(
     """Return the sample with the mean of its float32 rows and activations in ``dtype``, at their
     last position. Activations are not fp8: their dtype is the model's then.
 
-    Raises HiddenStatesError if the mean in that dtype is not finite, or is all zero.
+    Raises HiddenStatesError if a mean in that dtype is not finite, or that of rows is all zero.
     """
     mean = sample.hidden_states.mean(dim=0, keepdim=True)
     inner = model_dtype if dtype == FP8 else dtype
@@ -260,6 +278,10 @@ def mean_of_rows(
     if failure is not None:
         message = f"mean in {dtype_name(dtype)}: {failure}"
         raise HiddenStatesError(sample.index, Failure(failure.kind, message))
+    for name, mean in means.items():
+        if not mean.isfinite().all():
+            message = f"mean in {dtype_name(inner)}: {name} is not finite"
+            raise HiddenStatesError(sample.index, Failure(FailureKind.ROWS_NOT_FINITE, message))
     return pooled
 
 

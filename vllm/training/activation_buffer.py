@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from vllm.hidden_states.batches import RowBatch, rows_of, shuffled
-from vllm.hidden_states.sample import HiddenStatesSample
+from vllm.hidden_states.sample import HiddenStatesSample, check_range
 from vllm.training.order import epoch_seed
 from vllm.utils.boundaries import LayerId
 from vllm.utils.text import check_truth_values
@@ -103,7 +103,9 @@ class ActivationBuffer:
             for batch in shuffled(self._rows(), self._batch_size, self._num_rows, seed):
                 if len(batch.rows) == self._batch_size or not self._drop_last:
                     is_empty = False
-                    yield batch.rows.to(device=self._device, dtype=self._dtype)
+                    rows = batch.rows.to(device=self._device, dtype=self._dtype)
+                    check_range(rows, batch.rows, "samples")
+                    yield rows
             if is_empty:
                 raise ValueError(
                     f"samples: an epoch has fewer rows than batch_size={self._batch_size}; "

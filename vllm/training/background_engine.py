@@ -14,7 +14,8 @@ import time
 import weakref
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
-from contextlib import aclosing
+from concurrent.futures import CancelledError
+from contextlib import aclosing, suppress
 from typing import TYPE_CHECKING, Any
 
 from vllm.hidden_states.sample import FailedSample, HiddenStatesSample
@@ -132,8 +133,9 @@ class BackgroundEngine:
         except _Exhausted:
             return
         finally:
-            if self._loop.is_running():
-                self._run(_cancel(task))
+            if self._end.alive:  # otherwise close() cancels it, and this call with it
+                with suppress(CancelledError):
+                    self._run(_cancel(task))
 
     def _run(self, work: Coroutine[Any, Any, Any]) -> Any:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()

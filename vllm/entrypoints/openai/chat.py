@@ -156,5 +156,9 @@ class Chat(Generation[ChatCompletionRequest]):
         return TokenLogprob(**chosen.__dict__, top_logprobs=top)
 
     def _top_logprob(self, token_id: int, entry: Logprob) -> TopLogprob:
-        token = self.token_name(token_id, entry)
-        return TopLogprob(token=token, logprob=finite(entry), bytes=list(token.encode()))
+        content = self.state.token_texts.bytes_of(token_id, self.token_text(token_id, entry))
+        return TopLogprob(
+            token=self.token_name(token_id, entry),
+            logprob=finite(entry),
+            bytes=None if content is None else list(content),
+        )

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import zip_longest
-from typing import Any
+from itertools import islice, product, takewhile, zip_longest
+from typing import Any, NamedTuple
 
 from fastapi import Request
 
@@ -34,12 +34,23 @@ from vllm.entrypoints.openai.state import ServerState
 from vllm.inputs import ParsedPrompt
 from vllm.outputs import Logprob
 from vllm.sampling_params import MAX_CHOICES
+from vllm.transformers_utils.token_texts import TextPlace
 
 MAX_QUICK_TOKENS = 4096
 """Prompts of at most this many token ids in total are checked on the event loop: a thread costs
 more."""
+MAX_ADDED = 2
+"""Special tokens that a tokenizer adds at one end of a text, at most."""
 TOKENS_OF_A_PROMPT = 64
 """Fixed cost of a prompt, in token ids."""
+
+
+class Echo(NamedTuple):
+    """A prompt at the beginning of an answer."""
+
+    text: str
+    shown: range
+    """Its tokens that the text has; the tokenizer added the others to the text."""
 
 
 class Completion(Generation[CompletionRequest]):
@@ -59,10 +70,10 @@ class Completion(Generation[CompletionRequest]):
         are_few_ids = are_ids and num_tokens <= MAX_QUICK_TOKENS
         self.is_quick = are_few_ids and not body.echo and not body.bad_words
         self._shows_output = not (body.echo and body.max_tokens == 0)
-        self._echo_texts: list[str] = []
-        """The text of each prompt if the answer begins with it."""
-        self._text_lengths: dict[int, int] = {}
-        """Characters sent so far, by choice."""
+        self._echoes: list[Echo] = []
+        """The echo of each prompt if the answer begins with it."""
+        self._places: dict[int, TextPlace] = {}
+        """Place in the text of each choice that was begun, counted with log-probabilities."""
 
     def wanted(self) -> Wanted:
         body, num_prompts = self.body, len(self._inputs) + len(self._embeds or ())
@@ -88,7 +99,20 @@ class Completion(Generation[CompletionRequest]):
         super()._prepare()
         if self.body.echo:
             prompts = [processed.request.prompt_token_ids for processed in self.requests]
-            self._echo_texts = [self.state.decode(token_ids) for token_ids in prompts]
+            self._echoes = [self._echo(*one) for one in zip_longest(prompts, self._inputs)]
+
+    def _echo(self, token_ids: list[int], given: object) -> Echo:
+        """Return a prompt as it was given, or else, as when it was truncated, as it reads."""
+        decode, special = self.state.decode, self.state.token_texts.special_ids
+        begins = takewhile(special.__contains__, token_ids)
+        ends = takewhile(special.__contains__, reversed(token_ids))
+        most = (len(list(islice(one, MAX_ADDED))) for one in (begins, ends))
+        for before, after in product(*(range(number + 1) for number in most)):
+            shown = range(before, max(before, len(token_ids) - after))
+            text = decode(token_ids[shown.start : shown.stop])
+            if text == given:
+                return Echo(text, shown)
+        return Echo(decode(token_ids), range(len(token_ids)))
 
     def request_id(self, prompt_index: int) -> str:
         return f"{self.id}-{prompt_index}"
@@ -104,13 +128,12 @@ class Completion(Generation[CompletionRequest]):
     def _fields(self, news: News) -> dict[str, Any]:
         """Return the fields of a choice, the first time including those of its prompt."""
         index, output, completion = news
-        is_first, offset = index not in self._text_lengths, self._text_lengths.get(index, 0)
+        is_first = index not in self._places
         text = completion.text if self._shows_output else ""
-        if is_first and self._echo_texts:
-            text = self._echo_texts[index // (self.body.n or 1)] + text
-        logprobs = self._logprobs(news, is_first, offset)
-        length = len(text) if logprobs is None else sum(map(len, logprobs.tokens))
-        self._text_lengths[index] = offset + length
+        if is_first and self._echoes:
+            text = self._echoes[index // (self.body.n or 1)].text + text
+        place = self._places.setdefault(index, TextPlace())
+        logprobs = self._logprobs(news, is_first, place)
         shows_ids = self.body.return_token_ids and is_first
         shared = self.in_every_choice(news)
         if self.body.return_token_ids and not self._shows_output:
@@ -122,26 +145,33 @@ class Completion(Generation[CompletionRequest]):
             "prompt_token_ids": output.prompt_token_ids if shows_ids else None,
         }
 
-    def _logprobs(self, news: News, is_first: bool, offset: int) -> CompletionLogprobs | None:
-        """Return the logprobs of the text, which begins at ``offset``; None if not requested."""
-        _, output, completion = news
+    def _logprobs(self, news: News, is_first: bool, place: TextPlace) -> CompletionLogprobs | None:
+        """Return the logprobs of the text from ``place`` on; None if not requested."""
+        index, output, completion = news
         if completion.logprobs is None:
             return None
-        logprobs = CompletionLogprobs()
+        logprobs, echoed = CompletionLogprobs(), range(0)
         rows: list[tuple[int, dict[int, Logprob] | None]] = []
-        if is_first and self._echo_texts:
+        if is_first and self._echoes:
+            echoed = self._echoes[index // (self.body.n or 1)].shown
             # A request that was aborted may have only the first rows of its prompt.
             rows += zip_longest(output.prompt_token_ids or [], output.prompt_logprobs or [])
+        num_echoed = len(rows)
         if self._shows_output:
             rows += zip(completion.token_ids, completion.logprobs, strict=True)
-        for token_id, row in rows:
+        texts, keeps = self.state.token_texts, self.body.skip_special_tokens is False
+        special = texts.special_ids
+        for number, (token_id, row) in enumerate(rows):
             entry = None if row is None else row[token_id]
-            token = self.token_name(token_id, entry)
-            logprobs.tokens.append(token)
+            logprobs.tokens.append(self.token_name(token_id, entry))
+            offset = place.offset
+            if number in echoed or (number >= num_echoed and (keeps or token_id not in special)):
+                begins = number < num_echoed and number == echoed.start
+                text = self.token_text(token_id, None if begins else entry)
+                offset = place.add(text, texts.bytes_of(token_id, text))
             logprobs.text_offset.append(offset)
             logprobs.token_logprobs.append(None if entry is None else finite(entry))
             logprobs.top_logprobs.append(None if row is None else self._top(row))
-            offset += len(token)
         return logprobs
 
     def _top(self, row: dict[int, Logprob]) -> dict[str, float]:

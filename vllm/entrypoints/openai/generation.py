@@ -402,6 +402,10 @@ class Generation(ABC, Generic[BodyT]):
         """Return the name of a token in log-probabilities."""
         if self.body.return_tokens_as_token_ids:  # different tokens may have the same text
             return f"token_id:{token_id}"
+        return self.token_text(token_id, entry)
+
+    def token_text(self, token_id: int, entry: Logprob | None) -> str:
+        """Return the text of a token; without ``entry``, that of the first token of a prompt."""
         known = entry.decoded_token if entry is not None else None
         return self.state.decode([token_id]) if known is None else known
 

@@ -361,7 +361,7 @@ class GenerationBody(PromptFields):
     seed: Int64 | None = None
     """Seed of the sampling; the same seed gives the same answer."""
     stop: Stop | None = None
-    """Text, or texts, at which the answer ends."""
+    """Text, or texts, at which the answer ends; also special tokens, which texts lack."""
     stop_token_ids: TokenIds | None = None
     """Token ids at which the answer ends."""
     ignore_eos: bool | None = None
@@ -414,7 +414,7 @@ class CompletionRequest(GenerationBody):
     """Instead of ``prompt``: a tensor [tokens, hidden] as ``torch.save`` writes it, in base64, or
     several; the server must have been started with ``--enable-prompt-embeds``."""
     echo: bool | None = None
-    """Begin the text with the prompt."""
+    """Begin the text with the prompt; token ids, and a text that was cut off, as they read."""
     suffix: str | None = None
     """Not supported."""
     logprobs: Int64 | None = documented(minimum=0)

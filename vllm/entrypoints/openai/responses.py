@@ -151,6 +151,7 @@ class CompletionLogprobs(Described):
     """Log-probabilities of a completion, with a list entry for each token."""
 
     text_offset: list[int] = []
+    """Characters of the text before the token; of a part of a character, before the character."""
     token_logprobs: list[float | None] = []
     tokens: list[str] = []
     top_logprobs: list[dict[str, float] | None] = []
@@ -204,7 +205,8 @@ class TopLogprob(Described):
 
     token: str
     logprob: float
-    bytes: list[int]
+    bytes: list[int] | None
+    """UTF-8 of the token, which may be a part of a character; null: not known."""
 
 
 class TokenLogprob(TopLogprob):

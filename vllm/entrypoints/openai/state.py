@@ -22,6 +22,7 @@ from vllm.entrypoints.openai.row_memory import RowMemory
 from vllm.entrypoints.openai.served_weights import ServedWeights
 from vllm.entrypoints.openai.server_load import ServerLoad
 from vllm.entrypoints.openai.steering_store import SteeringStore
+from vllm.transformers_utils.token_texts import TokenTexts
 from vllm.transformers_utils.tokenizer import make_decoder
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.version import __version__
@@ -101,6 +102,11 @@ class ServerState:
     def decode(self) -> Callable[[Sequence[int]], str]:
         """Token ids -> text, with special tokens; ids without a token give no text."""
         return make_decoder(self.engine.get_tokenizer())
+
+    @cached_property
+    def token_texts(self) -> TokenTexts:
+        """Texts and bytes of single tokens."""
+        return TokenTexts(self.engine.get_tokenizer())
 
     @property
     def model_name(self) -> str:

@@ -79,6 +79,7 @@ class HermesToolParser(ToolParser):
     OPEN = "<tool_call>"
     CLOSE = "</tool_call>"
     _HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"\\]*)"\s*,\s*"arguments"\s*:\s*(?=\{)')
+    _END = re.compile(r"\s*\}\s*" + CLOSE)
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,13 +99,17 @@ class HermesToolParser(ToolParser):
                 content.append(self._take_content(is_last))
                 break
             content.append(before)
+            head = self._HEAD.match(after)
             inside, end, rest = after.partition(self.CLOSE)
-            if end or is_last:
+            if head and (place := self._end_of_arguments(after, head.end())):
+                calls.append(self._new_call(head[1], _escaped(after[head.end() : place.start()])))
+                self._pending = after[place.end() :]
+            elif is_last or (end and not head):
                 self._pending = rest
                 call = self._read_call(inside)
                 content += [] if call else [tag + inside + end]
                 calls += [call] if call else []
-            elif head := self._HEAD.match(after):
+            elif head:
                 calls.append(self._new_call(head[1], ""))
                 self._arguments, self._pending = "", after[head.end() :]
             else:
@@ -112,14 +117,23 @@ class HermesToolParser(ToolParser):
                 break
         return ParsedText("".join(content), calls)
 
+    def _end_of_arguments(self, text: str, start: int) -> re.Match[str] | None:
+        """Find the end of the call whose arguments begin at ``start``; None: it is not there."""
+        try:
+            return self._END.match(text, json.JSONDecoder(strict=False).raw_decode(text, start)[1])
+        except (ValueError, RecursionError):
+            return None
+
     def _push_arguments(self, calls: list[ToolCall], is_last: bool) -> bool:
         """Send the new part of the open call; returns True if it has ended and its tag was read."""
         sent = self._arguments or ""
         known = sent + self._pending
         try:
             end = json.JSONDecoder(strict=False).raw_decode(known)[1]
-        except ValueError:
-            end = known.find(self.CLOSE) if self.CLOSE in known else len(known)
+        except (ValueError, RecursionError):
+            # What is in a string that is not closed yet may be a part of it.
+            end = _STRING.sub(lambda string: " " * len(string[0]), known).find(self.CLOSE)
+            end = len(known) if end < 0 else end
         if end > len(sent):
             # Characters are escaped one by one, so what was sent is the beginning of this.
             piece = FunctionCall(arguments=_escaped(known[:end])[len(_escaped(sent)) :])
@@ -142,7 +156,11 @@ class HermesToolParser(ToolParser):
         """Return the call in ``text``, or None if it is not one."""
         try:
             call = parse_json(_escaped(text))
-            name, arguments = call["name"], call.get("arguments", {})
+            name = call["name"]
+            key = "arguments" if "arguments" in call else "parameters"
+            if key not in call and not call.keys() <= {"name", "id", "type"}:
+                return None  # its arguments have a name that is not known
+            arguments = call.get(key, {})
             if not isinstance(arguments, str):
                 arguments = json.dumps(arguments, ensure_ascii=False)
             (name + arguments).encode()  # raises for half a surrogate pair

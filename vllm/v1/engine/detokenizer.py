@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 from vllm.inputs import NO_TOKEN
 from vllm.sampling_params import SamplingParams
+from vllm.transformers_utils.token_texts import TokenTexts
 from vllm.transformers_utils.tokenizer import TokenizerLike, make_decoder
 
 _REPLACEMENT = "\ufffd"
@@ -107,7 +109,11 @@ class Detokenizer:
     """
 
     def __init__(
-        self, decode: Decode | None, params: SamplingParams, prompt_token_ids: Sequence[int]
+        self,
+        decode: Decode | None,
+        params: SamplingParams,
+        prompt_token_ids: Sequence[int],
+        stop_tokens: Mapping[int, str] = MappingProxyType({}),
     ) -> None:
         self.token_ids: list[int] = []
         self.stop: str | None = None
@@ -115,6 +121,7 @@ class Detokenizer:
         self._decode, self._prompt_token_ids = decode, prompt_token_ids
         self._window: DecodeWindow | None = None  # none is needed before there are tokens
         self._stops = params.stop_strings
+        self._stop_tokens = stop_tokens  # those whose text is a stop string and left out
         self._include_stop = params.include_stop_str_in_output
         self._min_tokens = params.min_tokens
         self._text = ""
@@ -137,7 +144,12 @@ class Detokenizer:
                 skip_special_tokens=params.skip_special_tokens,
                 spaces_between_special_tokens=params.spaces_between_special_tokens,
             )
-        return cls(decode, params, prompt_token_ids)
+        stop_tokens: dict[int, str] = {}
+        if decode is not None and params.skip_special_tokens and params.stop_strings:
+            find = TokenTexts(tokenizer).special_id
+            found = ((find(stop), stop) for stop in params.stop_strings)
+            stop_tokens = {token: stop for token, stop in found if token is not None}
+        return cls(decode, params, prompt_token_ids, stop_tokens)
 
     def update(self, token_ids: Sequence[int], ended_by_token: bool = False) -> str | None:
         """Add tokens up to the one that completes a stop string; returns that string.
@@ -152,10 +164,19 @@ class Detokenizer:
             is_ending = ended_by_token and position == len(token_ids) - 1
             if is_ending and not self._include_stop:
                 break
+            if token in self._stop_tokens and len(self.token_ids) > self._min_tokens:
+                self._stop_at(self._stop_tokens[token])
+                break
             self._undecoded.append(token)
             if self._stops and self._decode is not None and self._check_stop():
                 break
         return self.stop
+
+    def _stop_at(self, stop: str) -> None:
+        """End the text before a special token."""
+        self.finish()
+        self.stop = stop
+        self._text += stop if self._include_stop else ""
 
     def finish(self) -> None:
         """End the text: no token follows, so text that was held back becomes final."""

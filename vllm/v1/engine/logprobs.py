@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 from vllm.outputs import Logprob, PromptLogprobs, SampleLogprobs
 from vllm.sampling_params import SamplingParams
-from vllm.transformers_utils.tokenizer import TokenizerLike, make_decoder
+from vllm.transformers_utils.token_texts import TokenTexts
+from vllm.transformers_utils.tokenizer import TokenizerLike
 from vllm.v1.outputs import LogprobsLists
 
 
@@ -21,8 +22,7 @@ class RequestLogprobs:
         self._token_text: Callable[[int], str] | None = None
         wants_any = wants_samples or self.prompt is not None
         if wants_any and tokenizer is not None and params.detokenize:
-            decode = make_decoder(tokenizer)
-            self._token_text = lambda token: decode([token])
+            self._token_text = TokenTexts(tokenizer).text
 
     def add_samples(self, rows: LogprobsLists | None, num_tokens: int) -> None:
         """Take the rows of the first ``num_tokens`` new tokens."""

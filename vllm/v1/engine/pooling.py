@@ -216,6 +216,8 @@ class Pooler:
                     "is for vectors; use pooling_task='embed', or leave it out"
                 )
         activation = None if options.use_activation is False else head.activation
+        if isinstance(activation, str):
+            raise ValueError(f"{activation}; use_activation=False gives raw scores")
 
         def reduce(rows: torch.Tensor) -> torch.Tensor:
             scores = head.scores(rows)

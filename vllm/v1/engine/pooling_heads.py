@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch.nn import functional
 
 from vllm.config.model_facts import config_value
+from vllm.utils.text import brief
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -21,6 +22,18 @@ if TYPE_CHECKING:
 HeadKind = Literal["sequence", "token", "value"]
 Activation = Callable[[torch.Tensor], torch.Tensor]
 _ROWS_AT_ONCE = 256
+_SOFTMAX = partial(torch.softmax, dim=-1)
+_BY_PROBLEM: dict[str, Activation | None] = {
+    "single_label_classification": _SOFTMAX,
+    "multi_label_classification": torch.sigmoid,
+    "regression": None,
+}
+_STORED: dict[str, Activation | None] = {
+    "torch.nn.modules.linear.Identity": None,
+    "torch.nn.modules.activation.Sigmoid": torch.sigmoid,
+    "torch.nn.modules.activation.Softmax": _SOFTMAX,
+}
+"""Activations of sentence-transformers, by the class that its configs name."""
 _WANTED = (
     "it takes checkpoints of *ForSequenceClassification or *ForTokenClassification with "
     "score.weight or classifier.weight, and causal ones with TRL's v_head.summary.weight"
@@ -36,8 +49,9 @@ class Head:
     """float64 [labels, hidden]"""
     bias: torch.Tensor | None
     labels: tuple[str | None, ...]
-    activation: Activation | None
-    """Makes probabilities of scores; None: the scores are the result."""
+    activation: Activation | str | None
+    """Makes probabilities of scores; None: the scores are the result; a text: the reason why it is
+    not known."""
     pad_token_id: int | None
     input_scale: float = 1.0
     """Factor from the state that the LM head reads to the state that this head reads."""
@@ -109,7 +123,7 @@ def read_head(vllm_config: VllmConfig) -> Head:
         weight,
         bias,
         (None,) if kind == "value" else tuple(labels.get(index) for index in range(num_labels)),
-        None if kind == "value" else _activation(hf_config.problem_type, num_labels),
+        None if kind == "value" else _activation(hf_config, num_labels),
         config_value(text_config, ("pad_token_id",)),
         1.0 if base is None else expected[1] / base,
     )
@@ -123,9 +137,18 @@ def _kind_of(architectures: list[str]) -> HeadKind:
     return "value"
 
 
-def _activation(problem_type: str | None, num_labels: int) -> Activation | None:
-    if num_labels == 1 or problem_type == "regression":
-        return None
-    if problem_type == "multi_label_classification":
-        return torch.sigmoid
-    return partial(torch.softmax, dim=-1)
+def _activation(hf_config: Any, num_labels: int) -> Activation | str | None:
+    """Choose what makes probabilities: what sentence-transformers stored, or the problem."""
+    stored = config_value(hf_config, ("sentence_transformers",))
+    name = stored.get("activation_fn") if isinstance(stored, dict) else None
+    name = name or config_value(hf_config, ("sbert_ce_default_activation_function",))
+    problem = hf_config.problem_type
+    for key, value, known in (
+        ("sentence_transformers.activation_fn", name, _STORED),
+        ("problem_type", problem, _BY_PROBLEM),
+    ):
+        if value and value not in known:
+            return f"config.json: {key}={brief(value)}: known are {', '.join(known)}"
+    if name:
+        return _STORED[name]
+    return None if num_labels == 1 else _BY_PROBLEM[problem or "single_label_classification"]
