@@ -24,6 +24,7 @@ from vllm.model_executor.model_loader import checkpoint, get_model
 from vllm.model_executor.model_loader.adapter_files import read_adapter
 from vllm.model_report.checkpoint_report import report_checkpoint
 from vllm.transformers_utils.config import stored_dtype
+from vllm.utils.torch_archive import read_saved
 from vllm.utils.weight_files import digest_of_ends, find_weight_files, read_torch_file
 
 Tensors = dict[str, torch.Tensor]
@@ -268,3 +269,16 @@ def test_a_tensor_that_is_larger_than_its_file(is_archive: bool, tmp_path: Path)
     (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 1}')
     with pytest.raises(ValueError, match=r"damaged: .* saved with 1 values; save a contiguous"):
         read_adapter(tmp_path, 8)
+
+
+def test_damage_in_memory_is_found_whatever_the_directory_says() -> None:
+    """The values changed, and the directory has no size of what is packed."""
+    data = bytearray(saved({"a": torch.arange(1.0, 9.0)}))
+    place = data.index(torch.arange(1.0, 9.0).numpy().tobytes())
+    data[place] ^= 1
+    with pytest.raises(ValueError, match="data/0' in it is damaged"):
+        read_saved(bytes(data))
+    entry = data.rindex(b"archive/data/0") - 46  # in the directory
+    data[entry + 20 : entry + 24] = bytes(4)
+    with pytest.raises(ValueError, match="data/0' in it is damaged"):
+        read_saved(bytes(data))
