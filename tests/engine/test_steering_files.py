@@ -134,7 +134,7 @@ GOOD = gguf({"direction.1": DRAWN[0]})
         ("a.safetensors", lambda: {"layers.1": DRAWN[0] / 0}, "vectors='...': has to be finite"),
         ("a.safetensors", lambda: {"layers.1": torch.ones(3, dtype=torch.int64).clone()}, "float"),
         ("a.safetensors", lambda: {"layers.1": DRAWN[0], "layers.01": DRAWN[1]}, "the same layer"),
-        ("a.pt", lambda: b"", "not a zip file"),
+        ("a.pt", lambda: b"", "it is empty"),
         ("a.pt", lambda: pickle.dumps(Bomb()), "not a zip file"),
         ("a.pt", lambda: Bomb(), "mkdir is not part of a dense tensor"),
         ("a.pt", lambda: {1: [DRAWN[0]]}, "1 is of type list, not a t"),

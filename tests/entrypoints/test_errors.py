@@ -416,3 +416,16 @@ def test_a_body_that_never_ends_leaves_nothing(server: LiveServer) -> None:
     with server.client() as http:
         assert http.post(COMPLETIONS, json=OK).status_code == 200
         assert http.get("/load").json() == {"server_load": 0}
+
+
+def test_a_refused_request_is_not_an_aborted_one(http: httpx.Client) -> None:
+    """A rising number of aborted requests is the sign of clients that give up."""
+
+    def num_aborted() -> list[str]:
+        return [one for one in http.get("/metrics").text.splitlines() if '"abort"' in one]
+
+    before = num_aborted()
+    reply = http.post("/v1/embeddings", json={"model": "tiny", "input": ["a", "b"]})
+    assert reply.status_code == 400
+    assert len(before) == 1
+    assert num_aborted() == before

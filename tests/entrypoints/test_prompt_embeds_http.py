@@ -19,7 +19,8 @@ from safetensors.torch import load_file
 
 from tests.engine.harness import random_prompts
 from tests.entrypoints.live_server import live_server
-from vllm.inputs.prompt_embeds import read_archive, read_embeds
+from vllm.inputs.prompt_embeds import read_embeds
+from vllm.utils.torch_archive import read_saved
 
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 7, "return_token_ids": True}
 
@@ -196,7 +197,7 @@ def test_every_protocol_is_read(protocol: int) -> None:
     for value in (tensor, {str(i): torch.ones(2) for i in range(300)}, several):
         buffer = io.BytesIO()
         torch.save(value, buffer, pickle_protocol=protocol)
-        found = read_archive(buffer.getvalue())
+        found = read_saved(buffer.getvalue())
         torch.testing.assert_close(found, value, rtol=0, atol=0)
 
 

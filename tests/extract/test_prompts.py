@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer
+from tokenizers import Regex, Tokenizer, normalizers
 from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Whitespace
+from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split, Whitespace, WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
 
 from tests.models.checkpoints import CHAT_TEMPLATE, VOCAB_SIZE
@@ -276,6 +276,31 @@ def test_lengths_that_cannot_be_told_are_not(tokenizer: Any) -> None:
     other: Any = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>")
     assert not is_certainly_longer(other, text, 64) and start_of(other, text, 64) == text
     assert one(other, {"text": text}, max_length=64).token_ids.tolist() == [1]
+
+
+@pytest.mark.parametrize(
+    ("normalizer", "pre_tokenizer"),
+    [
+        (normalizers.Strip(), ByteLevel(use_regex=False)),
+        (normalizers.Replace(Regex(r"\s+"), " "), ByteLevel(use_regex=False)),
+        (normalizers.Sequence([normalizers.NFC(), normalizers.Replace(" ", "")]), ByteLevel()),
+        (None, Sequence([WhitespaceSplit(), ByteLevel()])),
+        (None, Sequence([Split(" ", "removed"), ByteLevel()])),
+    ],
+)
+def test_white_space_that_has_no_tokens(
+    tokenizer: Any, normalizer: Any, pre_tokenizer: Any
+) -> None:
+    """A text of any length may be short, and its first tokens may be far behind its beginning."""
+    backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    backend.normalizer, backend.pre_tokenizer = normalizer, pre_tokenizer
+    other: Any = PreTrainedTokenizerFast(tokenizer_object=backend)
+    text = " " * 1_000_000 + "word"
+    expected = other(text)["input_ids"]
+    assert len(expected) < 10
+    made = one(other, {"text": text}, max_length=64, on_long="truncate")
+    assert made.token_ids.tolist() == expected and not made.is_truncated
+    assert is_certainly_longer(tokenizer, text, 64)
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +21,11 @@ from tests.models.test_loading import last_stream
 from vllm.config import LoadConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader import checkpoint, get_model
+from vllm.model_executor.model_loader.adapter_files import read_adapter
 from vllm.model_report.checkpoint_report import report_checkpoint
 from vllm.transformers_utils.config import stored_dtype
-from vllm.utils.weight_files import digest_of_ends, find_weight_files
+from vllm.utils.torch_archive import read_saved
+from vllm.utils.weight_files import digest_of_ends, find_weight_files, read_torch_file
 
 Tensors = dict[str, torch.Tensor]
 K_PROJ = "model.layers.1.self_attn.k_proj.weight"
@@ -187,3 +191,94 @@ def test_the_report_reads_their_headers(model_impl: str, tmp_path: Path) -> None
 def read_bin(folder: Path) -> Tensors:
     tensors: Tensors = torch.load(folder / "pytorch_model.bin", weights_only=True)
     return tensors
+
+
+def saved(value: Any, **options: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer, **options)
+    return buffer.getvalue()
+
+
+def with_pickle(operations: bytes) -> bytes:
+    """An archive with other content."""
+    content = io.BytesIO()
+    with zipfile.ZipFile(content, "w") as archive:
+        archive.writestr("archive/data.pkl", b"\x80\x02" + operations)
+        archive.writestr("archive/data/0", bytes(16))
+    return content.getvalue()
+
+
+@pytest.mark.parametrize("is_archive", [True, False])
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_every_dtype_and_view_is_read(protocol: int, is_archive: bool, tmp_path: Path) -> None:
+    if not is_archive and protocol > 3:
+        protocol = 3  # torch.load reads no others, either
+    drawn = torch.randn(3, 5, 8)
+    kinds = "float64 bfloat16 int64 int16 int8 bool complex64 float8_e4m3fn float8_e5m2 uint16"
+    tensors = {kind: drawn.to(getattr(torch, kind)) for kind in kinds.split()}
+    module = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.BatchNorm1d(5))
+    views = {"tied": drawn, "tied too": drawn, "part": drawn[1:, ::2], "swapped": drawn.mT}
+    tagged = torch.nn.Parameter(drawn.clone())
+    tagged.tag = "text"  # type: ignore[attr-defined]
+    tensors |= {**views, "none": drawn[:0], "number": drawn[0, 0, 0], "tagged": tagged}
+    path = tmp_path / "pytorch_model.bin"
+    for value in (tensors, module.state_dict()):
+        options = {"_use_new_zipfile_serialization": is_archive, "pickle_protocol": protocol}
+        path.write_bytes(saved(value, **options))
+        found = read_torch_file(path)
+        assert list(found) == list(value)
+        for name, tensor in value.items():
+            assert found[name].dtype == tensor.dtype, name
+            assert torch.equal(found[name], tensor), name
+        shapes = read_torch_file(path, shapes_only=True)
+        assert all(one.is_meta and one.shape == value[name].shape for name, one in shapes.items())
+    path.write_bytes(saved(views, _use_new_zipfile_serialization=is_archive))
+    found = read_torch_file(path)
+    assert found["tied"].data_ptr() == found["tied too"].data_ptr()
+
+
+_GROWING = b"cbuiltins\nbytearray\n\x8a\x05\0\0\0\0\x10\x85R."
+_DEEP_NAME = b"}N" + b"\x85" * 100_000 + b"Ns."
+_SHARED_NAME = b"}N\x85q\0" + b"h\0h\0\x86q\0" * 60 + b"Ns."
+_BYTES = b"\x80\x05\x96" + (1 << 34).to_bytes(8, "little") + b"."
+
+
+@pytest.mark.parametrize("operations", [_GROWING, _DEEP_NAME, _SHARED_NAME, _BYTES, b"}K\5Ns."])
+def test_small_files_that_explode(operations: bytes, tmp_path: Path) -> None:
+    """As a checkpoint and as an adapter, which a server reads while it serves others."""
+    data = with_pickle(operations)
+    for name in ("pytorch_model.bin", "adapter_model.bin"):
+        (tmp_path / name).write_bytes(data)
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 1}')
+    with pytest.raises(ValueError, match=r"pytorch_model\.bin (is not a file of tensors|holds 5)"):
+        read_torch_file(tmp_path / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"adapter_model is damaged|tensor 5 is not a lora_A"):
+        read_adapter(tmp_path, 8)
+
+
+@pytest.mark.parametrize("is_archive", [True, False])
+def test_a_tensor_that_is_larger_than_its_file(is_archive: bool, tmp_path: Path) -> None:
+    name = "base_model.model.layers.0.q_proj.lora_{}.weight"
+    tensors = {
+        name.format("A"): torch.ones(1).expand(1 << 20, 1 << 20),
+        name.format("B"): torch.ones(1).expand(1 << 20, 1 << 20),
+    }
+    (tmp_path / "adapter_model.bin").write_bytes(
+        saved(tensors, _use_new_zipfile_serialization=is_archive)
+    )
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 1}')
+    with pytest.raises(ValueError, match=r"damaged: .* saved with 1 values; save a contiguous"):
+        read_adapter(tmp_path, 8)
+
+
+def test_damage_in_memory_is_found_whatever_the_directory_says() -> None:
+    """The values changed, and the directory has no size of what is packed."""
+    data = bytearray(saved({"a": torch.arange(1.0, 9.0)}))
+    place = data.index(torch.arange(1.0, 9.0).numpy().tobytes())
+    data[place] ^= 1
+    with pytest.raises(ValueError, match="data/0' in it is damaged"):
+        read_saved(bytes(data))
+    entry = data.rindex(b"archive/data/0") - 46  # in the directory
+    data[entry + 20 : entry + 24] = bytes(4)
+    with pytest.raises(ValueError, match="data/0' in it is damaged"):
+        read_saved(bytes(data))

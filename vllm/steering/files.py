@@ -64,9 +64,9 @@ def _read(path: str) -> torch.Tensor | dict[int, torch.Tensor]:
         from safetensors.torch import load
 
         return _by_layer(load(data))
-    from vllm.inputs.prompt_embeds import read_archive
+    from vllm.utils.torch_archive import read_saved
 
-    return _by_layer(read_archive(data))
+    return _by_layer(read_saved(data))
 
 
 def _by_layer(found: Any) -> torch.Tensor | dict[int, torch.Tensor]:

@@ -172,6 +172,11 @@ def start_of(tokenizer: TokenizerLike, text: str, num_tokens: int) -> str:
     return text[: 2 * _COMPOSED * (_longest_word(tokenizer) or 0) * num_tokens]
 
 
+_KEEPING = (
+    *("NFC", "NFD", "NFKC", "NFKD", "Lowercase", "Prepend", "ByteLevel", "Metaspace", "Digits"),
+    *("Punctuation", "Split", "UnicodeScripts", "FixedLength"),
+)
+"""Normalisers and pre-tokenizers that leave out no character."""
 _longest_words: WeakKeyDictionary[Any, int | None] = WeakKeyDictionary()
 
 
@@ -182,14 +187,29 @@ def _longest_word(tokenizer: Any) -> int | None:
     longest = None
     if tokenizer.is_fast:
         stated = json.loads(tokenizer.backend_tokenizer.to_str())
-        keeps_bytes = stated["model"].get("byte_fallback") or "ByteLevel" in json.dumps(
-            stated["pre_tokenizer"]
+        model = stated["model"]
+        keeps_bytes = model["type"] in ("BPE", "Unigram") and (
+            model.get("byte_fallback") or "ByteLevel" in json.dumps(stated["pre_tokenizer"])
         )
         swallows = any(one["lstrip"] or one["rstrip"] for one in stated["added_tokens"])
-        if keeps_bytes and not swallows:
+        steps = (stated["normalizer"], stated["pre_tokenizer"])
+        if keeps_bytes and not swallows and all(map(_keeps_characters, steps)):
             longest = max(map(len, tokenizer.get_vocab()))
     _longest_words[tokenizer] = longest
     return longest
+
+
+def _keeps_characters(step: dict[str, Any] | None) -> bool:
+    """Return whether a normaliser or a pre-tokenizer leaves out no character. Some leave out all
+    white space, which a text may have any length of."""
+    if step is None:
+        return True
+    if step["type"] == "Sequence":
+        return all(map(_keeps_characters, step.get("normalizers") or step["pretokenizers"]))
+    if step["type"] == "Replace":
+        text = step["pattern"].get("String")
+        return text is not None and len(step["content"]) >= len(text)
+    return step["type"] in _KEEPING and step.get("behavior") != "Removed"
 
 
 def make_decoder(

@@ -11,12 +11,13 @@ import importlib
 import os
 import pickle
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import weakref
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from vllm.utils.gc_utils import without_garbage_collection
@@ -34,6 +35,29 @@ def private_folder(prefix: str) -> str:
         ) from None
 
 
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+@contextlib.contextmanager
+def signals_that_wait() -> Iterator[None]:
+    """Start processes in which signals wait until :func:`leave_signals`.
+
+    They may reach the whole process group, also while a child loads its modules.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def leave_signals(*signals: int) -> None:
+    """Ignore these signals, of which the parent decides what they mean; take others again."""
+    for one in signals:
+        signal.signal(one, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+
+
 class ChildProcess:
     """A process that runs ``main(folder)`` of a module. The folder is removed at its end.
 
@@ -48,13 +72,14 @@ class ChildProcess:
         file_descriptors: Collection[int] = (),
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "vllm.utils.child_process", module, folder],
-            stdin=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            pass_fds=file_descriptors,
-            env=environment,
-        )
+        with signals_that_wait():
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "vllm.utils.child_process", module, folder],
+                stdin=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                pass_fds=file_descriptors,
+                env=environment,
+            )
         assert self._process.stderr is not None
         self._tail = LogTail(self._process.stderr)
         self._cleanup = weakref.finalize(self, _end_process, self._process, folder)
@@ -141,6 +166,7 @@ def receive_settings(folder: str) -> Any:
 
 
 def _main(module: str, folder: str) -> int:
+    leave_signals(*_SIGNALS)
     with without_garbage_collection():
         main = importlib.import_module(module).main
     status: int = main(folder)

@@ -5,7 +5,6 @@ of ``torch.save`` without ever running code from them.
 from __future__ import annotations
 
 import os
-import pickle
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -14,7 +13,8 @@ import torch
 import xxhash
 
 from vllm.logger import init_logger
-from vllm.utils.text import parse_json
+from vllm.utils.text import message_of, parse_json
+from vllm.utils.torch_archive import map_saved
 
 logger = init_logger(__name__)
 
@@ -171,33 +171,22 @@ def torch_files(folder: Path) -> list[Path]:
 
 def read_torch_file(path: Path, *, shapes_only: bool = False) -> dict[str, torch.Tensor]:
     """The tensors of a file by name, on the CPU. The file is mapped into memory, so tensors are
-    read when they are used; a file older than torch 1.6 is read at once. shapes_only: on the meta
-    device. ValueError names the file: it is damaged, or holds something else.
+    read when they are used. shapes_only: on the meta device. ValueError names the file: it is
+    damaged, or holds something else.
     """
     try:
-        with path.open("rb") as file:
-            is_archive = file.read(4) == b"PK\x03\x04"
-        place = "meta" if shapes_only and is_archive else "cpu"
-        mapped = is_archive and not shapes_only
-        found = torch.load(path, map_location=place, weights_only=True, mmap=mapped)
-    except pickle.UnpicklingError as error:
-        raise ValueError(
-            f"{path} is not a file of tensors, or is not complete; other content is not loaded, "
-            f"because it may be code ({_first_line(error)}); convert it to safetensors"
-        ) from error
+        found = map_saved(path)
     except Exception as error:  # whatever damaged bytes lead to
+        reason = message_of(error).partition("\n")[0] or type(error).__name__
         raise ValueError(
-            f"{path} is not a complete torch file ({_first_line(error)}); fetch or write it again"
+            f"{path} is not a file of tensors, or is not complete ({reason}); other content is not "
+            "loaded, because it may be code; fetch or write it again, or convert it to safetensors"
         ) from error
     if not isinstance(found, dict):
         raise ValueError(f"{path} holds {type(found).__name__}, not tensors by name")
     for name, tensor in found.items():
         if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
             raise ValueError(f"{path} holds {name!r}: {type(tensor).__name__}, not a tensor")
-    if shapes_only and not is_archive:
+    if shapes_only:
         return {name: tensor.to("meta") for name, tensor in found.items()}
     return dict(found)
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0]

@@ -24,6 +24,7 @@ from vllm.entrypoints.extract.unit_queue import (
 from vllm.entrypoints.extract.worker import WorkerJob, run_worker, why_ended
 from vllm.logger import init_logger
 from vllm.platforms import get_platform
+from vllm.utils.child_process import leave_signals, signals_that_wait
 from vllm.utils.stop_watch import StopWatch
 
 logger = init_logger(__name__)
@@ -102,7 +103,7 @@ def run_processes(
     def start(number: int, slot: int) -> SpawnProcess:
         own_end, worker_end = context.Pipe()
         process = context.Process(target=_main, args=(number, job, worker_end))
-        with _environment(platform.share_of_machine(slot, num_parts)):
+        with _environment(platform.share_of_machine(slot, num_parts)), signals_that_wait():
             process.start()
         worker_end.close()
         serve_queue(queue, own_end)
@@ -135,6 +136,6 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 def _main(number: int, job: WorkerJob, connection: Connection) -> None:
     """Run a worker in its own process."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its workers
+    leave_signals(signal.SIGINT)  # the parent ends its workers
     end_with_parent()
     run_pool_worker(number, job, cast(UnitQueue, RemoteQueue(connection)))

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import socket
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
@@ -262,9 +261,6 @@ class HttpProcess:
 
 
 def main(folder: str) -> int:
-    # Signals may reach the whole process group; the server's process decides what they mean.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     settings: HttpProcessSettings = receive_settings(folder)
     set_log_format(settings.log_format)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

@@ -13,7 +13,6 @@ behind that path.
 from __future__ import annotations
 
 import hashlib
-import io
 import math
 import re
 from collections import defaultdict
@@ -26,11 +25,13 @@ import torch
 from safetensors.torch import load
 
 from vllm.utils.regular_files import check_regular
-from vllm.utils.text import brief, parse_json
+from vllm.utils.text import brief, message_of, parse_json
+from vllm.utils.torch_archive import FLOATS, MOST_FILE_PICKLE_BYTES, is_saved, read_saved
 
 _NAME = re.compile(
     r"(?:base_model\.model\.)?(.+)\.lora_(?:([AB])(?:\.[^.]+)?\.weight|embedding_([AB])(?:\.[^.]+)?)"
 )
+_DTYPES = (*FLOATS, torch.float64)
 _TABLE = re.compile(r"(?:base_model\.model\.)?(.+?)(?:\.base_layer)?\.weight")
 _OTHER_METHODS: Mapping[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
@@ -132,11 +133,12 @@ def read_adapter(folder: Path, max_rank: int) -> AdapterFiles:
     config_bytes = _read(folder, "adapter_config.json")
     file = _read(folder, "adapter_model.safetensors", "adapter_model.bin")
     try:
-        is_archive = file[:2] == b"PK"
-        data = io.BytesIO(file)
-        tensors = torch.load(data, "cpu", weights_only=True) if is_archive else load(file)
+        if is_saved(file):
+            tensors: Any = read_saved(file, _DTYPES, MOST_FILE_PICKLE_BYTES)
+        else:
+            tensors = load(file)
     except Exception as error:  # whatever a damaged file leads to
-        raise ValueError(f"adapter_model is damaged: {error}") from error
+        raise ValueError(f"adapter_model is damaged: {message_of(error)}") from error
     if not isinstance(tensors, Mapping) or not tensors:
         raise ValueError("adapter_model has no tensors")
     try:
@@ -152,7 +154,9 @@ def read_adapter(folder: Path, max_rank: int) -> AdapterFiles:
         for name in tensors
         if "lora_" not in str(name) and (match := _TABLE.fullmatch(str(name)))
     }
-    pairs = _pairs({k: v for k, v in tensors.items() if "lora_" in k or not _TABLE.fullmatch(k)})
+    pairs = _pairs(
+        {k: v for k, v in tensors.items() if "lora_" in str(k) or not _TABLE.fullmatch(str(k))}
+    )
     return AdapterFiles(digest, config, pairs, tables, max_rank)
 
 

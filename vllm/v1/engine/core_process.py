@@ -10,7 +10,6 @@ import contextlib
 import os
 import pickle
 import queue
-import signal
 import socket
 import threading
 import time
@@ -315,9 +314,6 @@ def _report_alone(make_reports: Callable[[], zmq.Socket[bytes]], report: CoreRep
 
 
 def main(folder: str) -> int:
-    # Signals may reach the whole process group; the parent decides what they mean.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     settings: CoreSettings = receive_settings(folder)
     set_log_format(settings.log_format)
     context: zmq.Context[Any] = zmq.Context()

@@ -168,9 +168,6 @@ def _encoded(answer: RankAnswer) -> bytes:
 
 
 def main(folder: str) -> int:
-    # Signals may reach the whole process group; the engine core decides what they mean.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     settings: RankSettings = receive_settings(folder)
     set_log_format(settings.log_format)

@@ -71,7 +71,7 @@ _ENGINE_METRICS: tuple[tuple[type[CounterMetricFamily | GaugeMetricFamily], str,
     (CounterMetricFamily, "prefix_cache_hits", "Tokens found", "prefix_cache_hits"),
     (CounterMetricFamily, "num_engine_steps", "Steps of the engine", "num_steps"),
     (CounterMetricFamily, "hidden_states_rows_written", "Rows in files", "rows_written"),
-    (CounterMetricFamily, "hidden_states_bytes_written", "Bytes in files", "bytes_written"),
+    (CounterMetricFamily, "hidden_states_bytes_written", "Bytes of rows in files", "bytes_written"),
     (CounterMetricFamily, "hidden_states_files_written", "Files completed", "files_written"),
     (GaugeMetricFamily, "hidden_states_bytes_in_flight", "Bytes to write", "bytes_in_flight"),
 )
@@ -192,6 +192,10 @@ class RequestTimes:
             phases["prefill"].observe(first - scheduled)
             phases["decode"].observe(last - first)
             phases["inference"].observe(last - scheduled)
+
+    def refuse(self) -> None:
+        """Forget the continuations: the engine refused the request, so that none began."""
+        self._num_running = 0
 
     def leave(self) -> None:
         """End the measurement: continuations that have not ended count as aborted."""
@@ -324,5 +328,8 @@ class MeteredAsyncLLM(AsyncLLM):
                 async for output in outputs:
                     times.take(output)
                     yield output
+        except ValueError:
+            times.refuse()
+            raise
         finally:
             times.leave()
