@@ -128,6 +128,17 @@ def test_an_unfinished_character_shows_when_nothing_follows(tokenizer: Any) -> N
     assert pieces(tokenizer, tokenizer.encode("x"), tokens)[-1] == "\ufffd"
 
 
+@pytest.mark.parametrize("include", [False, True])
+def test_a_stop_string_may_end_in_text_that_was_held_back(tokenizer: Any, include: bool) -> None:
+    params = SamplingParams(stop=["b\ufffd"], include_stop_str_in_output=include)
+    detokenizer = Detokenizer.for_request(tokenizer, params, tokenizer.encode("x"))
+    for token in tokenizer.encode("ab好")[:-1]:
+        assert detokenizer.update([token]) is None
+    detokenizer.finish()
+    assert detokenizer.stop == "b\ufffd"
+    assert detokenizer.take_text(delta=False) == ("ab\ufffd" if include else "a")
+
+
 def feed(tokenizer: Any, text: str, **settings: Any) -> tuple[Detokenizer, str | None, int]:
     """Detokenizer, stop string and number of tokens taken, fed one token after another."""
     detokenizer = Detokenizer.for_request(

@@ -217,14 +217,17 @@ class Detokenizer:
     def _stop_at(self, stop: str) -> None:
         """End the text before a special token."""
         self.finish()
-        self.stop = stop
-        self._text += stop if self._include_stop else ""
+        if self.stop is None:
+            self.stop = stop
+            self._text += stop if self._include_stop else ""
 
     def finish(self) -> None:
         """End the text: no token follows, so text that was held back becomes final."""
         self._decode_pending()
         if self._window is not None and self.stop is None:
+            checked = len(self._text)
             self._text += self._window.flush()
+            self._cut_at_stop(checked)
         self._num_kept_back = 0
 
     def take_text(self, delta: bool) -> str:
@@ -246,6 +249,9 @@ class Detokenizer:
         """Look for stop strings that end in the newest text; cut the text at the first."""
         checked = len(self._text)
         self._decode_pending()
+        return self._cut_at_stop(checked)
+
+    def _cut_at_stop(self, checked: int) -> bool:
         match = find_stop(self._text, self._stops, checked)
         if match is None or len(self.token_ids) <= self._min_tokens:
             return False
