@@ -171,7 +171,7 @@ def test_bad_words_at_the_start_and_after_a_space(
 
 
 def test_bad_words_behind_other_text() -> None:
-    """Where the start of a text is spelt as after a space, the word in "(hello" is another one."""
+    """Words behind a bracket are spelt otherwise than words at the start of a text."""
     tokenizer = byte_fallback_tokenizer()
     core = tokenizer.backend_tokenizer
     core.normalizer = normalizers.Sequence(

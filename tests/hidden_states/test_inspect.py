@@ -179,7 +179,9 @@ def report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         """As many tokenizers, it leaves out the space before the first token."""
 
         def __init__(self) -> None:
-            self.is_fast, self.all_special_ids, self.added_tokens_decoder = True, [], {}
+            self.is_fast = True
+            self.all_special_ids: list[int] = []
+            self.added_tokens_decoder: dict[int, object] = {}
 
         def encode(self, text: str, **_: object) -> list[int]:
             return [0]
