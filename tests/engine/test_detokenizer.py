@@ -9,6 +9,7 @@ import pytest
 
 from tests.engine.frontend_harness import byte_fallback_tokenizer, byte_level_tokenizer
 from vllm.sampling_params import SamplingParams
+from vllm.transformers_utils import token_texts
 from vllm.transformers_utils.tokenizer import make_decoder
 from vllm.v1.engine.detokenizer import DecodeWindow, Detokenizer
 
@@ -69,9 +70,73 @@ def test_byte_fallback_and_leading_spaces() -> None:
     assert got == " world好吗世界 hello" + "好吗世界" * 8 + "a world"
 
 
+FAMILY = "é👩‍👩‍👧‍👦世🇩🇪"  # characters of two, three and four bytes
+
+
+@pytest.mark.parametrize("push", [1, 3, 16, 1000])
+@pytest.mark.parametrize("before", ["", "a", "é", "世", "👩"])
+def test_long_runs_of_bytes_keep_their_characters(before: str, push: int) -> None:
+    tokenizer = byte_fallback_tokenizer()
+    ids = tokenizer.convert_tokens_to_ids
+    text = before + FAMILY * 20
+    tokens = [ids(f"<0x{byte:02X}>") for byte in text.encode()]
+    for prompt in ([], [ids("▁hello")], tokens[-70:]):
+        window = DecodeWindow(make_decoder(tokenizer), prompt)
+        got = [window.push(tokens[i : i + push]) for i in range(0, len(tokens), push)]
+        assert "".join(got) + window.flush() == text
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_text_of_random_bytes_does_not_depend_on_steps(seed: int) -> None:
+    tokenizer = byte_fallback_tokenizer()
+    ids = tokenizer.convert_tokens_to_ids
+    rng = random.Random(seed)
+    choices = [*FAMILY.encode()] * 2 + [*b"ab\xff\xc3"]
+    tokens = [ids(f"<0x{rng.choice(choices):02X}>") for _ in range(100)]
+    tokens += [ids(f"<0x{byte:02X}>") for byte in (FAMILY * 4).encode()[1:]] + [ids("▁hello")]
+    texts = set()
+    for push in (1, 2, 7, 16, 1000):
+        window = DecodeWindow(make_decoder(tokenizer), tokens[40:90])
+        got = [window.push(tokens[i : i + push]) for i in range(0, len(tokens), push)]
+        texts.add("".join(got) + window.flush())
+    assert len(texts) == 1
+    assert texts.pop().endswith(" hello")
+
+
+@pytest.mark.parametrize("make", [byte_level_tokenizer, byte_fallback_tokenizer])
+def test_a_prompt_may_end_within_a_character(make: Any) -> None:
+    tokenizer = make()
+    spell = "<0x{:02X}>".format if make is byte_fallback_tokenizer else byte_characters().get
+    of = {byte: tokenizer.convert_tokens_to_ids(spell(byte)) for byte in range(256)}
+    content = "世世👩".encode()
+    data = [of[byte] for byte in content]
+    for length in range(1, len(data)):
+        # A character belongs to the output if its last byte does.
+        wanted = "世世👩"[len(content[:length].decode(errors="ignore")) :]
+        assert "".join(pieces(tokenizer, data[:length], data[length:])) == wanted
+        # What is not completed belongs to the prompt.
+        following = tokenizer.convert_tokens_to_ids("a")
+        assert "".join(pieces(tokenizer, data[:length], [following])) == "a"
+
+
+def byte_characters() -> dict[int, str]:
+    return {byte: character for character, byte in token_texts._BYTE_OF.items()}
+
+
 def test_an_unfinished_character_shows_when_nothing_follows(tokenizer: Any) -> None:
     tokens = tokenizer.encode("a好")[:-1]
     assert pieces(tokenizer, tokenizer.encode("x"), tokens)[-1] == "\ufffd"
+
+
+@pytest.mark.parametrize("include", [False, True])
+def test_a_stop_string_may_end_in_text_that_was_held_back(tokenizer: Any, include: bool) -> None:
+    params = SamplingParams(stop=["b\ufffd"], include_stop_str_in_output=include)
+    detokenizer = Detokenizer.for_request(tokenizer, params, tokenizer.encode("x"))
+    for token in tokenizer.encode("ab好")[:-1]:
+        assert detokenizer.update([token]) is None
+    detokenizer.finish()
+    assert detokenizer.stop == "b\ufffd"
+    assert detokenizer.take_text(delta=False) == ("ab\ufffd" if include else "a")
 
 
 def feed(tokenizer: Any, text: str, **settings: Any) -> tuple[Detokenizer, str | None, int]:

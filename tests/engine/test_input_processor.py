@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tokenizers import normalizers
 
-from tests.engine.frontend_harness import byte_level_tokenizer, make_config
+from tests.engine.frontend_harness import byte_fallback_tokenizer, byte_level_tokenizer, make_config
 from vllm.inputs import as_prompt_list
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.input_processor import InputProcessor
@@ -167,3 +168,17 @@ def test_bad_words_at_the_start_and_after_a_space(
     assert request.sampling_params.bad_words_token_ids == expected
     assert len(expected[1]) == 1
     assert len(expected[2]) == 2
+
+
+def test_bad_words_behind_other_text() -> None:
+    """Words behind a bracket are spelt otherwise than words at the start of a text."""
+    tokenizer = byte_fallback_tokenizer()
+    core = tokenizer.backend_tokenizer
+    core.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    processor = InputProcessor(make_config(), tokenizer, "")
+    request = processor.process("0", [1], SamplingParams(bad_words=["b"])).request
+    spelt = [tokenizer.convert_ids_to_tokens(ids) for ids in
+             request.sampling_params.bad_words_token_ids]  # fmt: skip
+    assert spelt == [["▁", "b"], ["▁", "▁", "b"], ["b"]]

@@ -184,6 +184,26 @@ ANSWERS = [
         f'<tool_call>{{"name": "g", "arguments": {{"a": {"[" * 99999}</tool_call>',
         [("f", {"city": "Köln", "n": [1]})],
     ),
+    (
+        'a<tool_call>{"arguments": {"a": "</tool_call>\\""}, "name": "g"}</tool_call>b',
+        "ab",
+        [("g", {"a": '</tool_call>"'})],
+    ),
+    (
+        '<tool_call>{"name": "g", "arguments": "{\\"a\\": \\"</tool_call>\\"}"}</tool_call>' + CALL,
+        None,
+        [("g", {"a": "</tool_call>"}), ("f", {"city": "Köln", "n": [1]})],
+    ),
+    (  # a quote that is not closed does not hide the end
+        f'<tool_call>{{"name: "g", "parameters": {{}}}}</tool_call>{CALL}',
+        '<tool_call>{"name: "g", "parameters": {}}</tool_call>',
+        [("f", {"city": "Köln", "n": [1]})],
+    ),
+    (
+        '<tool_call>{"name": "g", "arguments": "no JSON"}</tool_call>',
+        '<tool_call>{"name": "g", "arguments": "no JSON"}</tool_call>',
+        [],
+    ),
     ("", "", []),
 ]
 

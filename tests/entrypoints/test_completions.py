@@ -140,6 +140,26 @@ def test_echo(http: httpx.Client, reference: LLM) -> None:
     assert only["usage"]["completion_tokens"] == 1
 
 
+def test_an_echo_is_the_prompt_as_it_was_given(tiny_llama: Path, tmp_path: Path) -> None:
+    """Also where the tokenizer normalises it, so that clients find the answer behind it."""
+    folder = Path(shutil.copytree(tiny_llama, tmp_path / "model"))
+    described = json.loads((folder / "tokenizer.json").read_text())
+    spaces = {"type": "Replace", "pattern": {"String": " "}, "content": "__"}
+    described["normalizer"] = {"type": "Sequence", "normalizers": [{"type": "NFC"}, spaces]}
+    (folder / "tokenizer.json").write_text(json.dumps(described))
+    with live_server(folder, tmp_path / "files", layers=None) as server, server.client() as http:
+        for given in ("cafe\u0301 e\u0301e\u0301", "a b c", "<|im_start|>e\u0301 b"):
+            body = {"prompt": given, "max_tokens": 3, "logprobs": 0, "return_token_ids": True}
+            plain = complete(http, **body, **GREEDY)["choices"][0]
+            choice = complete(http, **body, echo=True, **GREEDY)["choices"][0]
+            assert choice["text"] == given + plain["text"]
+            offsets = choice["logprobs"]["text_offset"]
+            num_prompt = len(choice["prompt_token_ids"])
+            assert max(offsets[:num_prompt]) <= len(given) == offsets[num_prompt]
+            moved = [len(given) + place for place in plain["logprobs"]["text_offset"]]
+            assert offsets[num_prompt:] == moved
+
+
 def test_an_echo_is_the_prompt_without_what_the_tokenizer_adds(
     tiny_llama: Path, tmp_path: Path
 ) -> None:

@@ -176,8 +176,18 @@ def report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     pytest.importorskip("matplotlib")
 
     class Hostile:
+        """As many tokenizers, it leaves out the space before the first token."""
+
+        def __init__(self) -> None:
+            self.is_fast = True
+            self.all_special_ids: list[int] = []
+            self.added_tokens_decoder: dict[int, object] = {}
+
+        def encode(self, text: str, **_: object) -> list[int]:
+            return [0]
+
         def decode(self, token_ids: list[int], **_: object) -> str:
-            return f"{HOSTILE}{token_ids[0]}"
+            return " ".join(f"{HOSTILE}{token}" for token in token_ids)
 
     monkeypatch.setattr(
         "vllm.transformers_utils.tokenizer.get_tokenizer", lambda *_, **__: Hostile()
@@ -200,6 +210,7 @@ def test_report_is_one_escaped_file(report: Path) -> None:
     assert all(str(link).startswith("data:image/png;base64,") for link in links)
     assert not re.search(r"https?://", re.sub(r"base64,[\w+/=]+", "", text))
     assert text.count(html.escape("<script>alert(1)</script>")) > 50, "tokens and the model's name"
+    assert text.count("> " + html.escape(HOSTILE)) > 50, "the space between words"
     for expected in ("11 (", "1: 7", "largest difference", "0.5"):
         assert expected in page.text
 

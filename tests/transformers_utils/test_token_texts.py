@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from tests.engine.frontend_harness import byte_fallback_tokenizer, byte_level_tokenizer
 from vllm.transformers_utils.token_texts import TextPlace, TokenTexts
@@ -60,3 +62,13 @@ def test_places_behind_parts_of_characters() -> None:
     starts = [place.add(part.decode(errors="replace"), part) for part in parts]
     assert whole == "\ufffdké\ufffd€\ufffd\ufffd"
     assert starts == [0, 1, 2, 2, 3, 4, 4, 5, 6, 7]
+
+
+def test_special_tokens_have_the_space_that_their_text_has() -> None:
+    words = {word: number for number, word in enumerate(["[UNK]", "a", "b", "[SEP]"])}
+    core = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
+    core.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, unk_token="[UNK]", sep_token="[SEP]")
+    texts = TokenTexts(tokenizer)
+    assert "".join(map(texts.text, [2, 0, 3, 1])) == " b [UNK] [SEP] a"
+    assert texts.special_id("[SEP]") == 3

@@ -37,10 +37,9 @@ class TokenTexts:
 
     def text(self, token: int) -> str:
         """Return the token's text; parts of a character are replacement characters."""
-        if token not in self.special_ids:
-            text = self._decode([*self._ids, token])
-            if text.startswith(self._before):
-                return text[len(self._before) :]
+        text = self._decode([*self._ids, token])
+        if text.startswith(self._before):
+            return text[len(self._before) :]
         return self._decode([token])
 
     def bytes_of(self, token: int, text: str) -> bytes | None:

@@ -7,7 +7,6 @@ import math
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING
 
 from vllm.hidden_states.exporters import format_names
@@ -17,7 +16,6 @@ if TYPE_CHECKING:
     from vllm.hidden_states.inspection import Table
     from vllm.hidden_states.plots import Draw
     from vllm.hidden_states.row_statistics import RowStatistics
-    from vllm.transformers_utils.tokenizer import TokenizerLike
 
 _OF_AGAINST = {"samples": 16, "seed": 0, "revision": None, "trust_remote_code": False}
 """Options of ``verify --against``, and their defaults."""
@@ -191,6 +189,7 @@ def _write_report(
 
 def _token_texts(tokenizer: str | None, dataset: HiddenStatesDataset) -> Callable[[int], str]:
     """Return a function that gives a token's text; its id if there is no tokenizer."""
+    from vllm.transformers_utils.token_texts import TokenTexts
     from vllm.transformers_utils.tokenizer import get_tokenizer
 
     name = tokenizer or (dataset.settings.model if dataset.settings is not None else "")
@@ -200,13 +199,7 @@ def _token_texts(tokenizer: str | None, dataset: HiddenStatesDataset) -> Callabl
         if tokenizer is not None:
             raise ValueError(f"--tokenizer {tokenizer}: {error}") from error
         return lambda token_id: f"{token_id} "
-    return partial(_token_text, found)
-
-
-def _token_text(tokenizer: TokenizerLike, token_id: int) -> str:
-    return tokenizer.decode(
-        [token_id], skip_special_tokens=False, clean_up_tokenization_spaces=False
-    )
+    return TokenTexts(found).text
 
 
 def _verify(args: argparse.Namespace) -> int:

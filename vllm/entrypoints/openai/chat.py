@@ -86,7 +86,8 @@ class Chat(Generation[ChatCompletionRequest]):
 
     def _choose_tool_parser(self) -> type[ToolParser] | None:
         """Choose the parser; raises ApiError if the request uses tools in an unsupported way."""
-        choice, settings = self.body.tool_choice or "auto", self.state.settings
+        choice, settings = self.body.tool_choice, self.state.settings
+        choice = "auto" if choice is None else choice
         if not self.body.tools or choice == "none":
             return None
         if choice != "auto":

@@ -102,16 +102,24 @@ class Completion(Generation[CompletionRequest]):
             self._echoes = [self._echo(*one) for one in zip_longest(prompts, self._inputs)]
 
     def _echo(self, token_ids: list[int], given: object) -> Echo:
-        """Return a prompt as it was given, or else, as when it was truncated, as it reads."""
+        """Return a prompt as it was given. Token ids, and texts of which truncation left a part,
+        are shown as they read."""
         decode, special = self.state.decode, self.state.token_texts.special_ids
         begins = takewhile(special.__contains__, token_ids)
         ends = takewhile(special.__contains__, reversed(token_ids))
         most = (len(list(islice(one, MAX_ADDED))) for one in (begins, ends))
+        nearest: Echo | None = None
         for before, after in product(*(range(number + 1) for number in most)):
             shown = range(before, max(before, len(token_ids) - after))
-            text = decode(token_ids[shown.start : shown.stop])
-            if text == given:
-                return Echo(text, shown)
+            echo = Echo(decode(token_ids[shown.start : shown.stop]), shown)
+            if echo.text == given:
+                return echo
+            nearest = nearest or echo
+            if isinstance(given, str):
+                nearest = min(nearest, echo, key=lambda one: abs(len(one.text) - len(given)))
+        if isinstance(given, str) and self.body.truncate_prompt_tokens is None:
+            # Normalisation, or spaces that the tokenizer leaves out or adds, changed it.
+            return Echo(given, nearest.shown if nearest else range(0))
         return Echo(decode(token_ids), range(len(token_ids)))
 
     def request_id(self, prompt_index: int) -> str:
@@ -150,10 +158,10 @@ class Completion(Generation[CompletionRequest]):
         index, output, completion = news
         if completion.logprobs is None:
             return None
-        logprobs, echoed = CompletionLogprobs(), range(0)
+        logprobs, echo = CompletionLogprobs(), Echo("", range(0))
         rows: list[tuple[int, dict[int, Logprob] | None]] = []
         if is_first and self._echoes:
-            echoed = self._echoes[index // (self.body.n or 1)].shown
+            echo = self._echoes[index // (self.body.n or 1)]
             # A request that was aborted may have only the first rows of its prompt.
             rows += zip_longest(output.prompt_token_ids or [], output.prompt_logprobs or [])
         num_echoed = len(rows)
@@ -164,11 +172,15 @@ class Completion(Generation[CompletionRequest]):
         for number, (token_id, row) in enumerate(rows):
             entry = None if row is None else row[token_id]
             logprobs.tokens.append(self.token_name(token_id, entry))
-            offset = place.offset
-            if number in echoed or (number >= num_echoed and (keeps or token_id not in special)):
-                begins = number < num_echoed and number == echoed.start
+            offset, is_echoed = place.offset, number < num_echoed
+            if number in echo.shown if is_echoed else keeps or token_id not in special:
+                begins = is_echoed and number == echo.shown.start
                 text = self.token_text(token_id, None if begins else entry)
                 offset = place.add(text, texts.bytes_of(token_id, text))
+            if is_echoed:
+                offset = min(offset, len(echo.text))  # the prompt may read longer than it is
+            if number == num_echoed - 1 and isinstance(self._inputs[0], str):
+                place.offset = len(echo.text)
             logprobs.text_offset.append(offset)
             logprobs.token_logprobs.append(None if entry is None else finite(entry))
             logprobs.top_logprobs.append(None if row is None else self._top(row))

@@ -37,6 +37,14 @@ def _escaped(text: str) -> str:
     return _STRING.sub(escape, text)
 
 
+def _is_json(text: str) -> bool:
+    try:
+        parse_json(_escaped(text))
+    except ValueError:
+        return False
+    return True
+
+
 class ToolParser(ABC):
     """Reads one answer."""
 
@@ -100,7 +108,7 @@ class HermesToolParser(ToolParser):
                 break
             content.append(before)
             head = self._HEAD.match(after)
-            inside, end, rest = after.partition(self.CLOSE)
+            inside, end, rest = self._split(after, is_last)
             if head and (place := self._end_of_arguments(after, head.end())):
                 calls.append(self._new_call(head[1], _escaped(after[head.end() : place.start()])))
                 self._pending = after[place.end() :]
@@ -116,6 +124,14 @@ class HermesToolParser(ToolParser):
                 self._pending = tag + after
                 break
         return ParsedText("".join(content), calls)
+
+    def _split(self, text: str, is_last: bool) -> tuple[str, str, str]:
+        """Split at the closing tag, which a string of the call may have, too. Before the last text
+        there may be none yet."""
+        place = _STRING.sub(lambda string: " " * len(string[0]), text).find(self.CLOSE)
+        if place >= 0 and _is_json(text[:place]):
+            return text[:place], self.CLOSE, text[place + len(self.CLOSE) :]
+        return text.partition(self.CLOSE) if place >= 0 or is_last else (text, "", "")
 
     def _end_of_arguments(self, text: str, start: int) -> re.Match[str] | None:
         """Find the end of the call whose arguments begin at ``start``; None: it is not there."""
@@ -163,6 +179,9 @@ class HermesToolParser(ToolParser):
             arguments = call.get(key, {})
             if not isinstance(arguments, str):
                 arguments = json.dumps(arguments, ensure_ascii=False)
+            arguments = _escaped(arguments)
+            if not _is_json(arguments):
+                return None
             (name + arguments).encode()  # raises for half a surrogate pair
         except (ValueError, LookupError, TypeError, AttributeError):
             return None

@@ -12,7 +12,8 @@ from vllm.transformers_utils.token_texts import TokenTexts
 from vllm.transformers_utils.tokenizer import TokenizerLike, make_decoder
 
 _REPLACEMENT = "\ufffd"
-_PREFIX_TOKENS = (6, 12, 18, 24)
+_PREFIX_TOKENS = (6, 7, 8, 9, 12, 18, 24)
+"""Lengths of a window's beginning: four in a row, since a character has up to four bytes."""
 _PUSH_TOKENS = 16
 _RESTART_TOKENS = 32
 _MAX_HELD_CHARS = 64
@@ -27,17 +28,25 @@ class DecodeWindow:
     """Text of a growing sequence of tokens, of which only the last few are decoded.
 
     A token may hold part of a character, and its text may depend on the token before it.
-    So a window of the last tokens is decoded as a whole; ``_num_read`` of its characters
-    have been handed out. Replacement characters at the end are held back: the next token
+    So a window of the last tokens is decoded as a whole; ``_read`` is the beginning of its text
+    that was handed out. Replacement characters at the end are held back: the next token
     may complete them. Text that was handed out is final.
+
+    Tokenizers with byte fallback turn a whole run of bytes into replacement characters if a part
+    of it is invalid or unfinished. So windows begin with a character, and tokens whose text has
+    replacement characters are added one by one.
     """
 
     def __init__(self, decode: Decode, prompt_token_ids: Sequence[int]) -> None:
         self._decode = decode
         self._ids: list[int] = []
-        self._num_read = 0
+        self._read = ""
+        self._num_read_ids = 0
+        """Tokens of the window whose whole text was handed out."""
+        self._of_prompt = ""
+        """Replacement characters at the end of the prompt, which the output may complete."""
         tail = [token for token in prompt_token_ids[-_PREFIX_TOKENS[-1] :] if token != NO_TOKEN]
-        self._restart_from(tail)
+        self._begin_behind(tail)
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Add tokens; returns the text that became final."""
@@ -45,29 +54,62 @@ class DecodeWindow:
         return "".join(self._push_few(token_ids[i : i + _PUSH_TOKENS]) for i in starts)
 
     def _push_few(self, token_ids: Sequence[int]) -> str:
+        text = self._decode([*self._ids, *token_ids])
+        if len(token_ids) > 1 and _REPLACEMENT in text:
+            return "".join(self._push_few([token]) for token in token_ids)
         self._ids.extend(token_ids)
-        text = self._decode(self._ids)
+        text = self._kept(text)
         num_held = len(text) - len(text.rstrip(_REPLACEMENT))
         # No character is that long: the held text is invalid, not unfinished.
         is_overfull = num_held > _MAX_HELD_CHARS or len(self._ids) > _MAX_WINDOW_TOKENS
         if is_overfull:
             num_held = min(num_held, _UNFINISHED_CHARS)
-        stable = text[: len(text) - num_held]
-        new = stable[self._num_read :]
-        self._num_read = max(self._num_read, len(stable))
+        new = self._hand_out(text[: len(text) - num_held])
         if is_overfull:
             self._ids = self._ids[-_RESTART_TOKENS:]
-            self._num_read = max(0, len(self._decode(self._ids)) - num_held)
-        elif not num_held and len(self._ids) > _RESTART_TOKENS:
-            self._restart_from(self._ids)
+            text = self._decode(self._ids)
+            self._read = text[: max(0, len(text) - num_held)]
+            self._num_read_ids = len(self._ids)
+        elif not num_held:
+            self._num_read_ids = len(self._ids)
+            if len(self._ids) > _RESTART_TOKENS:
+                self._restart_from(self._ids)
         return new
 
     def flush(self) -> str:
         """Return the text that was held back, when no token follows."""
-        text = self._decode(self._ids)
-        new = text[self._num_read :]
-        self._num_read = max(self._num_read, len(text))
+        return self._hand_out(self._kept(self._decode(self._ids)))
+
+    def _kept(self, text: str) -> str:
+        """Return the window's text. If an invalid byte changed what was handed out, the window
+        begins behind that."""
+        if _REPLACEMENT not in text or text.startswith(self._read):
+            return text
+        self._ids = self._ids[self._num_read_ids :]
+        self._read, self._num_read_ids = "", 0
+        return self._decode(self._ids)
+
+    def _hand_out(self, text: str) -> str:
+        """Return what is new in the final part of the window's text."""
+        new = text[len(self._read) :]
+        if new:
+            new, self._of_prompt = new.removeprefix(self._of_prompt), ""
+            self._read = text
         return new
+
+    def _begin_behind(self, prompt: list[int]) -> None:
+        """Begin behind a prompt, which may end within a character."""
+        whole = self._decode(prompt)
+        proper = whole.rstrip(_REPLACEMENT)
+        for end in range(len(prompt) - 1, len(prompt) - _UNFINISHED_CHARS, -1):
+            text = self._decode(prompt[: max(end, 0)])
+            if len(text) > len(proper) and not text.endswith(_REPLACEMENT):  # of a run of bytes
+                self._restart_from(prompt[:end])
+                self._ids += prompt[end:]
+                self._of_prompt = self._decode(prompt[end:])
+                return
+        self._restart_from(prompt)
+        self._of_prompt = whole[len(proper) :]
 
     def _restart_from(self, token_ids: list[int]) -> None:
         """Keep the shortest tail of read tokens that decodes to proper text."""
@@ -76,8 +118,8 @@ class DecodeWindow:
             text = self._decode(tail)
             if text and not text.startswith(_REPLACEMENT):
                 break
-        self._ids = tail
-        self._num_read = len(text.rstrip(_REPLACEMENT))
+        self._ids, self._read = list(tail), text.rstrip(_REPLACEMENT)
+        self._num_read_ids = len(tail)
 
 
 class StopMatch(NamedTuple):
@@ -175,14 +217,17 @@ class Detokenizer:
     def _stop_at(self, stop: str) -> None:
         """End the text before a special token."""
         self.finish()
-        self.stop = stop
-        self._text += stop if self._include_stop else ""
+        if self.stop is None:
+            self.stop = stop
+            self._text += stop if self._include_stop else ""
 
     def finish(self) -> None:
         """End the text: no token follows, so text that was held back becomes final."""
         self._decode_pending()
         if self._window is not None and self.stop is None:
+            checked = len(self._text)
             self._text += self._window.flush()
+            self._cut_at_stop(checked)
         self._num_kept_back = 0
 
     def take_text(self, delta: bool) -> str:
@@ -204,6 +249,9 @@ class Detokenizer:
         """Look for stop strings that end in the newest text; cut the text at the first."""
         checked = len(self._text)
         self._decode_pending()
+        return self._cut_at_stop(checked)
+
+    def _cut_at_stop(self, checked: int) -> bool:
         match = find_stop(self._text, self._stops, checked)
         if match is None or len(self.token_ids) <= self._min_tokens:
             return False

@@ -351,19 +351,28 @@ class InputProcessor:
                     )
 
     def _tokenize_bad_words(self, bad_words: list[str]) -> list[list[int]]:
-        """Tokenise each word in the spelling at the start of a text and in that after a space."""
+        """Tokenise each word as it is spelt at the start of a text, after a space and after other
+        text: many tokenizers put a space before the start."""
         if not bad_words:
             return []
         tokenizer = self.need_tokenizer(f"bad_words={brief(bad_words)} are text")
+
+        def ids_of(text: str) -> list[int]:
+            return tokenizer.encode(text, add_special_tokens=False, verbose=False)
+
         sequences: dict[tuple[int, ...], None] = {}
+        before = ids_of("\n")
         for word in bad_words:
             for spelling in (word.lstrip(), " " + word.lstrip()):
-                ids = tokenizer.encode(spelling, add_special_tokens=False, verbose=False)
+                ids = ids_of(spelling)
                 if not ids or max(ids) >= self._vocab_size:
                     raise ValueError(
                         f"bad_words: {brief(word)} is not made of tokens that the model knows"
                     )
                 sequences[tuple(ids)] = None
+            behind = ids_of("\n" + word.lstrip())
+            if before and behind[: len(before)] == before and len(behind) > len(before):
+                sequences[tuple(behind[len(before) :])] = None
         return [list(ids) for ids in sequences]
 
     def _check_some_token_is_possible(self, params: SamplingParams) -> None:
