@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 
@@ -20,6 +21,26 @@ def test_defaults_are_upstreams() -> None:
     assert [params.stop, params.stop_token_ids, params.bad_words] == [[], [], []]
     assert params.logprobs is params.seed is params.prompt_logprobs is None
     assert params.output_kind is RequestOutputKind.CUMULATIVE
+
+
+def test_numbers_of_arrays_are_numbers() -> None:
+    made = SamplingParams(
+        temperature=np.float32(0.5),
+        top_k=np.int64(3),
+        max_tokens=torch.tensor(7),
+        seed=np.int32(-1),
+        ignore_eos=np.bool_(True),
+    )
+    assert made == SamplingParams(temperature=0.5, top_k=3, max_tokens=7, ignore_eos=True)
+    assert type(made.temperature) is float
+    assert {type(made.top_k), type(made.max_tokens)} == {int}
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(made), type=SamplingParams) == made
+    with pytest.raises(ValueError, match=r"top_k=1\.5: has to be an integer"):
+        SamplingParams(top_k=np.float32(1.5))
+    with pytest.raises(ValueError, match="temperature=nan"):
+        SamplingParams(temperature=np.float32("nan"))
+    with pytest.raises(ValueError, match=r"temperature=array.* has to be a finite number"):
+        SamplingParams(temperature=np.array([0.5]))
 
 
 @pytest.mark.parametrize(

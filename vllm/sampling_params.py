@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, get_type_hints
 import msgspec
 
 from vllm.exceptions import VLLMValidationError
+from vllm.inputs import ArrayNumber
 from vllm.steering import SteeringSpec, lens, steering_specs
 from vllm.utils.text import brief
 
@@ -100,6 +101,10 @@ class SamplingParams(msgspec.Struct, kw_only=True):
 
     def _normalize(self) -> None:
         """Reduce the spellings that mean the same to one."""
+        for name, holds, _ in _CHECKED_FIELDS:
+            value = getattr(self, name)
+            if not holds(value) and isinstance(value, ArrayNumber) and value.ndim == 0:
+                setattr(self, name, value.item())
         self.stop = [self.stop] if isinstance(self.stop, str) else _as_list(self.stop)
         self.stop_token_ids = _as_list(self.stop_token_ids)
         self.bad_words = _as_list(self.bad_words)

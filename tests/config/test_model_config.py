@@ -285,6 +285,11 @@ def test_other_folders_for_defaults_and_tokenizers(llama: str, tmp_path: Path) -
         load_tokenizer(ModelConfig(model=llama, tokenizer=str(tmp_path)))
 
 
+def test_a_revision_that_is_not_there_is_named() -> None:
+    with pytest.raises(ValueError, match=r"model='me/tiny', revision='v9': its config\.json"):
+        ModelConfig(model="me/tiny", revision="v9")
+
+
 def test_a_file_that_the_hub_lacks_is_not_that_of_the_present_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -78,6 +78,19 @@ def test_defaults_are_those_of_the_configs(model: str) -> None:
     assert config.scheduler_config == SchedulerConfig(**filled)
 
 
+def test_none_is_the_default_of_every_option(model: str) -> None:
+    left_out = EngineArgs(model=model)
+    for kind in (EngineArgs, AsyncEngineArgs):
+        for option in kind.options():
+            if option.name != "model":
+                args = kind.from_kwargs(model=model, **{option.name: None})
+                assert vars(args) == vars(left_out), option.name
+    without = EngineArgs(model=model, pipeline_parallel_size=None, enable_prefix_caching=None)
+    made, wanted = without.create_engine_config(), left_out.create_engine_config()
+    assert made.cache_config == wanted.cache_config
+    assert made.parallel_config == wanted.parallel_config
+
+
 def test_every_field_of_the_configs_is_an_option() -> None:
     options = {f.name for f in fields(EngineArgs)}
     options |= {"cache_dtype", "policy", "backend", "external_rank"}

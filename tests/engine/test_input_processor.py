@@ -36,6 +36,9 @@ def processor(tokenizer: Any) -> InputProcessor:
         ({"prompt_token_ids": [1]}, 1),
         (np.array([1, 2]), 1),
         ([torch.tensor([1, 2]), "b"], 2),
+        (list(np.array([1, 2])), 1),
+        (list(torch.tensor([1, 2])), 1),
+        ([[np.int64(1), 2], [3]], 2),
         ([], 0),
     ],
 )
@@ -43,7 +46,9 @@ def test_one_prompt_or_several(prompts: Any, count: int) -> None:
     assert len(as_prompt_list(prompts)) == count
 
 
-@pytest.mark.parametrize("make", [list, tuple, np.array, torch.tensor])
+@pytest.mark.parametrize(
+    "make", [list, tuple, np.array, torch.tensor, lambda ids: list(np.array(ids))]
+)
 @pytest.mark.parametrize("as_dict", [False, True])
 def test_token_ids_become_plain_ints(processor: InputProcessor, make: Any, as_dict: bool) -> None:
     ids = make([5, 6, 7])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 import weakref
 from pathlib import Path
 from typing import Any
@@ -59,6 +61,13 @@ def test_forms_of_prompts_and_default_settings(setup: Setup) -> None:
     params = setup.core.seen[0].sampling_params
     assert (params.temperature, params.max_tokens) == (0.25, 7)
     assert setup.llm.get_default_sampling_params().temperature == 0.25
+
+
+def test_neither_copied_nor_pickled(setup: Setup) -> None:
+    for copied in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="make one in the process that uses it"):
+            copied(setup.llm)
+    assert setup.generate("fine")[0].finished
 
 
 def test_stop_string_and_n(setup: Setup) -> None:

@@ -261,6 +261,35 @@ def test_files_of_a_request_that_fails_in_part_are_removed(
     assert not any(file.exists() for file in files)
 
 
+def test_http_1_0_gets_no_chunks(stub: StubServer) -> None:
+    """Proxies such as nginx speak it by default: the end of the connection ends the body."""
+    stub.engine.script = lambda request_id: say(request_id, [[64], [65], [66]])
+
+    def reply(version: str, streamed: bool) -> tuple[bytes, bytes]:
+        content = json.dumps({"prompt": "a", "stream": streamed}).encode()
+        head = (
+            f"POST /v1/completions HTTP/{version}\r\nhost: x\r\nconnection: close\r\n"
+            f"content-type: application/json\r\ncontent-length: {len(content)}\r\n\r\n"
+        )
+        with socket.create_connection(("127.0.0.1", stub.server.port), WAIT_SECONDS) as raw:
+            raw.sendall(head.encode() + content)
+            parts = iter(lambda: raw.recv(2**16), b"")
+            got, _, body = b"".join(parts).partition(b"\r\n\r\n")
+        return got.lower(), body
+
+    head, body = reply("1.0", streamed=True)
+    assert b"200 ok" in head and b"connection: close" in head
+    assert b"transfer-encoding" not in head
+    blocks = body.decode().split("\n\n")
+    assert blocks[-2:] == ["data: [DONE]", ""]
+    texts = [json.loads(one.removeprefix("data: "))["choices"][0]["text"] for one in blocks[:-2]]
+    assert len(texts) == 3
+    assert b"transfer-encoding: chunked" in reply("1.1", streamed=True)[0]
+    head, body = reply("1.0", streamed=False)
+    assert f"content-length: {len(body)}".encode() in head
+    assert json.loads(body)["choices"][0]["text"] == "".join(texts)
+
+
 @pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize("prompt", ["a", ["a", "b", "c"]])
 def test_a_client_that_goes_away_aborts_its_request(

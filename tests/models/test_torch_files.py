@@ -172,6 +172,14 @@ def test_files_of_a_hub_id_are_fetched_only_where_there_are_no_safetensors(
     assert asked == [safetensors, safetensors, torchs]
 
 
+def test_links_of_the_hubs_cache_that_have_lost_their_files(tmp_path: Path) -> None:
+    """The other format, which may be older, does not take their place."""
+    (tmp_path / "pytorch_model.bin").write_bytes(b"older weights")
+    (tmp_path / "model.safetensors").symlink_to("../../blobs/gone")
+    with pytest.raises(ValueError, match=r"model\.safetensors is a link to nothing"):
+        find_weight_files(tmp_path)
+
+
 @pytest.mark.parametrize("model_impl", ["vllm", "transformers"])
 def test_the_report_reads_their_headers(model_impl: str, tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path, "gpt2", tokenizer=False)

@@ -15,7 +15,8 @@ class LoadConfig:
     """Files to read: "safetensors"; "pt" (pytorch_model.bin); "auto": safetensors if the checkpoint
     has any, else pt. "dummy": none, random weights are made."""
     download_dir: str | None = None
-    """Folder for downloads from the hub. Default: the hub's own cache."""
+    """Folder for weights from the hub. Default: the hub's own cache, where a model's config and
+    tokenizer always are."""
     ignore_patterns: list[str] | str | None = None
     """Files that are not downloaded, as shell patterns."""
     use_tqdm_on_load: bool = True

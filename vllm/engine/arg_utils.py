@@ -57,7 +57,8 @@ def dataclass_with_options_of(config_class: type[VllmConfig]) -> Callable[[type[
 class EngineArgs:
     """Options of an engine: those of the configs in VllmConfig, and the fields below.
 
-    Nothing is checked before :meth:`create_engine_config`.
+    An option that is None has its default, as if it were left out: trainers pass what their user
+    has not set. Nothing is checked before :meth:`create_engine_config`.
     """
 
     config_class: ClassVar[type[VllmConfig]]
@@ -74,6 +75,11 @@ class EngineArgs:
 
         def __init__(self, model: str, **options: Any) -> None: ...
         def __getattr__(self, name: str) -> Any: ...
+
+    def __post_init__(self) -> None:
+        for option in self.options():
+            if getattr(self, option.name) is None:
+                setattr(self, option.name, option.default())
 
     @classmethod
     def options(cls) -> list[FieldOption]:

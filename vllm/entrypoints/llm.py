@@ -7,7 +7,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, TypeVar, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, TypeAlias, TypeVar, Unpack, overload
 
 from vllm.engine.arg_utils import EngineArgs
 from vllm.hidden_states.layer_ids import Layers
@@ -449,6 +449,9 @@ class LLM(WorkerCalls):
         Calls in progress on other threads end with a RuntimeError.
         """
         self._engine.shutdown()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("an LLM cannot be copied or pickled: make one in the process that uses it")
 
     def __enter__(self) -> Self:
         return self

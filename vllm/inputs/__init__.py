@@ -71,6 +71,15 @@ class _Array(Protocol):
     def tolist(self) -> Any: ...
 
 
+@runtime_checkable
+class ArrayNumber(Protocol):
+    """A number of an array's library, if it has no dimensions."""
+
+    ndim: int
+
+    def item(self) -> Any: ...
+
+
 def is_token_sequence(value: object) -> bool:
     """Return whether ``value`` is meant as the token ids of one prompt."""
     if isinstance(value, _Array):
@@ -87,7 +96,8 @@ def is_conversation(value: object) -> bool:
 
 
 def _is_prompt(value: object) -> bool:
-    return isinstance(value, str | Mapping | list | tuple | _Array)
+    is_token = isinstance(value, ArrayNumber) and value.ndim == 0
+    return isinstance(value, str | Mapping | list | tuple | _Array) and not is_token
 
 
 def as_prompt_list(prompts: PromptType | Sequence[PromptType]) -> list[PromptType]:

@@ -87,9 +87,8 @@ def load_hf_config(
             reason = _explain_unknown_entry(content, error)
         else:
             reason = f"{message_of(error)}{_entries_looked_at(content, error)}"
-        raise ValueError(
-            f"model={brief(model)}: its config.json cannot be loaded: {reason}"
-        ) from error
+        named = f"model={brief(model)}" + (f", revision={brief(revision)}" if revision else "")
+        raise ValueError(f"{named}: its config.json cannot be loaded: {reason}") from error
     config = apply_hf_overrides(config, hf_overrides) if hf_overrides else config
     for one in (config, config.get_text_config(decoder=True)):
         _complete_rope_parameters(one)

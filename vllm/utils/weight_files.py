@@ -13,6 +13,7 @@ import torch
 import xxhash
 
 from vllm.logger import init_logger
+from vllm.utils.regular_files import check_files
 from vllm.utils.text import message_of, parse_json
 from vllm.utils.torch_archive import map_saved
 
@@ -34,6 +35,7 @@ _SAMPLE_BYTES = 4096
 def find_weight_files(folder: Path, load_format: str = "auto") -> list[Path]:
     """The files with the weights, all of one format: safetensors if there are any, unless
     ``load_format`` says otherwise."""
+    check_files(folder)  # also of the hub's cache, whose links may have lost their files
     found: list[Path] = []
     if load_format != "pt":
         found = _safetensors_files(folder)

@@ -5,7 +5,8 @@ uvicorn waits for ever for a client that sends half a request line. Here such a 
 408, and an idle one that never sent anything is disconnected. The head of a request arrives
 before its key, so its size is limited (``--max-head-bytes``), and so is the memory of all
 connections without a complete head: when it is full, the one that waits longest is disconnected.
-uvicorn silently drops data for a client that has gone: :func:`connection_of` can tell.
+uvicorn silently drops data for a client that has gone: :func:`connection_of` can tell. It answers
+HTTP/1.0, which nginx speaks to servers by default, in chunks: here such a reply has none.
 
 The parser is always httptools.
 """
@@ -21,7 +22,8 @@ from http import HTTPStatus
 from typing import Any, ClassVar
 
 from starlette.types import Scope
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn._types import ASGISendEvent
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from vllm.entrypoints.openai.errors import ApiError
 
@@ -43,6 +45,22 @@ def refusal(error: ApiError) -> bytes:
         f"content-length: {len(content)}\r\nconnection: close\r\n\r\n"
     )
     return head.encode() + content
+
+
+class CycleWithoutChunks(RequestResponseCycle):
+    """A request of HTTP/1.0, which knows no chunks. A body whose length is not known before it is
+    sent ends with the connection."""
+
+    _is_endless = False
+
+    async def send(self, message: ASGISendEvent) -> None:
+        if message["type"] == "http.response.start":
+            names = {name.lower() for name, _ in message.get("headers", ())}
+            self.chunked_encoding = None if b"content-length" in names else False
+            self._is_endless = self.chunked_encoding is False
+        elif message["type"] == "http.response.body" and self._is_endless:
+            self.expected_content_length = len(message.get("body", b""))
+        await super().send(message)
 
 
 class PromptHeadProtocol(HttpToolsProtocol):
@@ -166,6 +184,8 @@ class PromptHeadProtocol(HttpToolsProtocol):
             self._refuse(ApiError(400, message))
         else:
             super().on_headers_complete()
+            if self.scope["http_version"] == "1.0" and self.cycle is not None:
+                self.cycle.__class__ = CycleWithoutChunks  # uvicorn names its own
 
     def _has_body(self) -> bool:
         """Return whether the head says so. Behind an upgrade, the parser reads no body."""

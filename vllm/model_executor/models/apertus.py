@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 from vllm.model_executor.layers.layer import Layer
+from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.model_executor.models.decoder_block import AttentionOptions, PlainMLP
 from vllm.model_executor.models.decoder_model import DecoderForCausalLM
 from vllm.model_executor.utils import make_parameter
@@ -21,13 +22,17 @@ class XIELU(Layer):
 
     def __init__(self) -> None:
         super().__init__()
-        self.alpha_p, self.alpha_n = (make_parameter(torch.zeros(1)) for _ in range(2))
-        self.beta, self.eps = (make_parameter(torch.zeros(())) for _ in range(2))
+        self.alpha_p, self.alpha_n = (make_parameter(torch.zeros(1), self._load) for _ in "pn")
+        self.beta, self.eps = (make_parameter(torch.zeros(()), self._load) for _ in range(2))
         self._numbers: tuple[float, float, float, float] | None = None
+
+    def _load(self, param: torch.Tensor, loaded_weight: torch.Tensor) -> None:
+        default_weight_loader(param, loaded_weight)
+        self._numbers = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[tokens, n] -> [tokens, n]."""
-        if self._numbers is None:  # only once, because reading them waits for the device
+        if self._numbers is None:  # once for given weights: reading them waits for the device
             positive, negative = (
                 float(functional.softplus(alpha.float())) for alpha in (self.alpha_p, self.alpha_n)
             )
