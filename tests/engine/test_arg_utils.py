@@ -91,6 +91,21 @@ def test_none_is_the_default_of_every_option(model: str) -> None:
     assert made.parallel_config == wanted.parallel_config
 
 
+def test_options_of_vllm_without_effect_are_named(model: str, caplog: Any) -> None:
+    """Scripts and tools for vLLM pass them, and no value depends on them."""
+    plain = EngineArgs(model=model).create_engine_config()
+    assert "without effect" not in caplog.text
+    given: dict[str, Any] = {"swap_space": 4, "limit_mm_per_prompt": {"image": 1}}
+    args = EngineArgs.from_kwargs(model=model, **given, compilation_config=3)
+    config = args.create_engine_config()
+    assert vars(config.cache_config) == vars(plain.cache_config)
+    assert "swap_space, compilation_config, limit_mm_per_prompt: accepted" in caplog.text
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+    flags = ["--model", model, "--swap-space", "4", "--disable-log-requests"]
+    EngineArgs.from_cli_args(parser.parse_args(flags)).create_engine_config()
+    assert "swap_space, disable_log_requests: accepted" in caplog.text
+
+
 def test_every_field_of_the_configs_is_an_option() -> None:
     options = {f.name for f in fields(EngineArgs)}
     options |= {"cache_dtype", "policy", "backend", "external_rank"}

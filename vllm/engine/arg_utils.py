@@ -9,14 +9,20 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar, get_type_hints
 
 from vllm.config import DeviceConfig, ModelConfig, VllmConfig
-from vllm.logger import LogFormat, set_log_format
+from vllm.logger import LogFormat, init_logger, set_log_format
 from vllm.platforms.interface import Platform
 from vllm.plugins import load_general_plugins
 from vllm.utils.options import FieldOption, Group, add_flags, given_options, options_of
 from vllm.utils.text import unknown_key_message
 
+logger = init_logger(__name__)
+
 T = TypeVar("T")
 
+_WITHOUT_EFFECT = (
+    *("swap_space", "compilation_config", "limit_mm_per_prompt"),
+    *("disable_cascade_attn", "disable_log_requests"),
+)
 _ENGINE = Group("Engine", "Extraction, its destination, and options of the whole engine.")
 
 
@@ -69,6 +75,17 @@ class EngineArgs:
     log_format: LogFormat | None = None
     """Format of the log: lines of text, or of JSON. Default: the environment variable
     VLLM_LOG_FORMAT, else text."""
+    # Tools for vLLM pass these, and no value depends on them.
+    swap_space: float | None = None
+    """Accepted and without effect: preempted requests are computed again."""
+    compilation_config: dict[str, Any] | None = None
+    """Accepted and without effect: nothing is compiled."""
+    limit_mm_per_prompt: dict[str, Any] | None = None
+    """Accepted and without effect: prompts are text, and others are refused."""
+    disable_cascade_attn: bool = False
+    """Accepted and without effect: there is no cascade attention."""
+    disable_log_requests: bool = False
+    """Accepted and without effect: requests are not logged."""
 
     if TYPE_CHECKING:
         __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
@@ -121,6 +138,8 @@ class EngineArgs:
         if self.log_format is not None:
             set_log_format(self.log_format)
         load_general_plugins()
+        if given := [name for name in _WITHOUT_EFFECT if getattr(self, name)]:
+            logger.warning("%s: accepted for vLLM's tools, without effect here", ", ".join(given))
         values: dict[str, Any] = {
             section: {option.field.name: self._value(option) for option in options}
             for section, options in self.config_options.items()
