@@ -95,11 +95,18 @@ def test_options_of_vllm_without_effect_are_named(model: str, caplog: Any) -> No
     """Scripts and tools for vLLM pass them, and no value depends on them."""
     plain = EngineArgs(model=model).create_engine_config()
     assert "without effect" not in caplog.text
-    given: dict[str, Any] = {"swap_space": 4, "limit_mm_per_prompt": {"image": 1}}
+    given: dict[str, Any] = {
+        "disable_custom_all_reduce": True,
+        "swap_space": 4,
+        "limit_mm_per_prompt": {"image": 1},
+    }
     args = EngineArgs.from_kwargs(model=model, **given, compilation_config=3)
     config = args.create_engine_config()
     assert vars(config.cache_config) == vars(plain.cache_config)
-    assert "swap_space, compilation_config, limit_mm_per_prompt: accepted" in caplog.text
+    assert (
+        "disable_custom_all_reduce, swap_space, compilation_config, limit_mm_per_prompt: accepted"
+        in caplog.text
+    )
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
     flags = ["--model", model, "--swap-space", "4", "--disable-log-requests"]
     EngineArgs.from_cli_args(parser.parse_args(flags)).create_engine_config()

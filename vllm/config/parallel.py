@@ -9,7 +9,7 @@ from pydantic import Field
 from vllm import envs
 from vllm.utils.checked import config
 from vllm.utils.math_utils import divisors
-from vllm.utils.options import DERIVED, Option
+from vllm.utils.options import DERIVED, WITHOUT_EFFECT, Option
 from vllm.utils.ray_cluster import RayPlace
 from vllm.utils.text import one_of
 from vllm.utils.token_spread import WHOLE, TokenSpread
@@ -89,7 +89,7 @@ class ParallelConfig:
     """Port at which node 0 waits for the others; ranks use further ports, which are free."""
     distributed_timeout_seconds: Annotated[float, Field(gt=0)] = 600.0
     """Longest time for which ranks wait for each other; after it the engine is dead."""
-    disable_custom_all_reduce: bool = False
+    disable_custom_all_reduce: Annotated[bool, WITHOUT_EFFECT] = False
     """Accepted and without effect: there is one way to sum over ranks."""
     worker_extension_cls: str = ""
     """A class whose methods workers get, as "module.Class", for `collective_rpc`."""

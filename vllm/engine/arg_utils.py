@@ -6,23 +6,26 @@ import argparse
 from collections.abc import Callable, Collection
 from dataclasses import MISSING, Field, dataclass, field, is_dataclass
 from itertools import chain
-from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self, TypeVar, get_type_hints
 
 from vllm.config import DeviceConfig, ModelConfig, VllmConfig
 from vllm.logger import LogFormat, init_logger, set_log_format
 from vllm.platforms.interface import Platform
 from vllm.plugins import load_general_plugins
-from vllm.utils.options import FieldOption, Group, add_flags, given_options, options_of
+from vllm.utils.options import (
+    WITHOUT_EFFECT,
+    FieldOption,
+    Group,
+    add_flags,
+    given_options,
+    options_of,
+)
 from vllm.utils.text import unknown_key_message
 
 logger = init_logger(__name__)
 
 T = TypeVar("T")
 
-_WITHOUT_EFFECT = (
-    *("swap_space", "compilation_config", "limit_mm_per_prompt"),
-    *("disable_cascade_attn", "disable_log_requests"),
-)
 _ENGINE = Group("Engine", "Extraction, its destination, and options of the whole engine.")
 
 
@@ -76,15 +79,15 @@ class EngineArgs:
     """Format of the log: lines of text, or of JSON. Default: the environment variable
     VLLM_LOG_FORMAT, else text."""
     # Tools for vLLM pass these, and no value depends on them.
-    swap_space: float | None = None
+    swap_space: Annotated[float | None, WITHOUT_EFFECT] = None
     """Accepted and without effect: preempted requests are computed again."""
-    compilation_config: dict[str, Any] | None = None
+    compilation_config: Annotated[dict[str, Any] | None, WITHOUT_EFFECT] = None
     """Accepted and without effect: nothing is compiled."""
-    limit_mm_per_prompt: dict[str, Any] | None = None
+    limit_mm_per_prompt: Annotated[dict[str, Any] | None, WITHOUT_EFFECT] = None
     """Accepted and without effect: prompts are text, and others are refused."""
-    disable_cascade_attn: bool = False
+    disable_cascade_attn: Annotated[bool, WITHOUT_EFFECT] = False
     """Accepted and without effect: there is no cascade attention."""
-    disable_log_requests: bool = False
+    disable_log_requests: Annotated[bool, WITHOUT_EFFECT] = False
     """Accepted and without effect: requests are not logged."""
 
     if TYPE_CHECKING:
@@ -138,8 +141,7 @@ class EngineArgs:
         if self.log_format is not None:
             set_log_format(self.log_format)
         load_general_plugins()
-        if given := [name for name in _WITHOUT_EFFECT if getattr(self, name)]:
-            logger.warning("%s: accepted for vLLM's tools, without effect here", ", ".join(given))
+        self._name_those_without_effect()
         values: dict[str, Any] = {
             section: {option.field.name: self._value(option) for option in options}
             for section, options in self.config_options.items()
@@ -156,6 +158,15 @@ class EngineArgs:
             scheduling["max_num_batched_tokens"] = default
         values |= values.pop("") | {"model_config": model_config, "device_config": device_config}
         return self.config_class(**values)
+
+    def _name_those_without_effect(self) -> None:
+        given = [
+            option.name
+            for option in self.options()
+            if not option.declared.has_effect and getattr(self, option.name) != option.default()
+        ]
+        if given:
+            logger.warning("%s: accepted for vLLM's tools, without effect here", ", ".join(given))
 
     def _value(self, option: FieldOption) -> Any:
         value, supported = getattr(self, option.name), option.declared.supported

@@ -44,9 +44,13 @@ class Option:
     """Values that an engine can serve today, if the field can hold more."""
     is_derived: bool = False
     """True if the field follows from others and is not an option."""
+    has_effect: bool = True
+    """False for an option of vLLM on which nothing depends here: the log names it when it is
+    given."""
 
 
 DERIVED = Option(is_derived=True)
+WITHOUT_EFFECT = Option(has_effect=False)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from vllm.entrypoints.cli.help import HelpFormatter
 from vllm.platforms.interface import Platform
+from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.utils.checked import config
 from vllm.utils.options import Group, Option, add_flags, given_options, options_of
 
@@ -83,8 +84,6 @@ class BenchOptions:
 
 def build_bench_parser() -> argparse.ArgumentParser:
     """Build the parser of ``vllm bench`` without loading torch."""
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-
     parser = FlexibleArgumentParser(
         prog="vllm bench", description="Measure the engine on this machine."
     )

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from vllm.hidden_states.exporters import format_names
+from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 if TYPE_CHECKING:
     from vllm.hidden_states.dataset import HiddenStatesDataset
@@ -25,8 +26,6 @@ _DTYPES = ("float32", "bfloat16", "float16", "fp8")
 def build_hidden_states_parser() -> argparse.ArgumentParser:
     """Build the parser of ``vllm hidden-states`` without loading torch."""
     about = "Inspect, verify and convert datasets of hidden states."
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-
     parser = FlexibleArgumentParser(prog="vllm hidden-states", description=about)
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
 

@@ -173,14 +173,16 @@ class Completion(Generation[CompletionRequest]):
             entry = None if row is None else row[token_id]
             logprobs.tokens.append(self.token_name(token_id, entry))
             offset, is_echoed = place.offset, number < num_echoed
-            if number in echo.shown if is_echoed else keeps or token_id not in special:
-                begins = is_echoed and number == echo.shown.start
-                text = self.token_text(token_id, None if begins else entry)
+            is_shown = number in echo.shown if is_echoed else keeps or token_id not in special
+            if is_shown:
+                is_first_token = is_echoed and number == echo.shown.start
+                text = self.token_text(token_id, None if is_first_token else entry)
                 offset = place.add(text, texts.bytes_of(token_id, text))
             if is_echoed:
                 offset = min(offset, len(echo.text))  # the prompt may read longer than it is
-            if number == num_echoed - 1 and isinstance(self._inputs[0], str):
-                place.offset = len(echo.text)
+            is_end_of_prompt = number == num_echoed - 1
+            if is_end_of_prompt and isinstance(self._inputs[0], str):
+                place.offset = len(echo.text)  # the answer begins there
             logprobs.text_offset.append(offset)
             logprobs.token_logprobs.append(None if entry is None else finite(entry))
             logprobs.top_logprobs.append(None if row is None else self._top(row))
