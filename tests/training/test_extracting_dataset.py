@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader
@@ -150,7 +151,7 @@ def test_a_state_belongs_to_its_prompts() -> None:
         with pytest.raises(ValueError, match="state_dict: prompts was"):
             ExtractingDataset("none", others, LAYERS).load_state_dict(state)
     for key in ("epoch", "num_read"):
-        with pytest.raises(ValueError, match=f"{key}=True has to be a whole number"):
+        with pytest.raises(ValueError, match=f"{key}=True: has to be a whole number"):
             ExtractingDataset("none", prompts, LAYERS).load_state_dict({**state, key: True})
 
 
@@ -386,6 +387,8 @@ def test_epochs_that_do_not_exist(arguments: AsyncEngineArgs) -> None:
     for epoch in ("1", -1, 1.0, None):
         with pytest.raises(ValueError, match=r"set_epoch: epoch=.* has to be a whole number"):
             dataset.set_epoch(epoch)  # type: ignore[arg-type]
+    dataset.set_epoch(np.int64(3))
+    assert dataset.state_dict()["epoch"] == 3 and type(dataset.state_dict()["epoch"]) is int
 
 
 def test_a_checkpoint_that_is_missing() -> None:

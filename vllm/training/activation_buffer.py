@@ -12,7 +12,7 @@ from vllm.hidden_states.batches import RowBatch, rows_of, shuffled
 from vllm.hidden_states.sample import HiddenStatesSample, check_range
 from vllm.training.order import epoch_seed
 from vllm.utils.boundaries import LayerId
-from vllm.utils.text import check_truth_values
+from vllm.utils.text import check_truth_values, whole_number
 
 
 class ActivationBuffer:
@@ -53,11 +53,9 @@ class ActivationBuffer:
         seed: int = 0,
     ) -> None:
         """ValueError: an argument cannot be used."""
-        for name, value in (("batch_size", batch_size), ("num_rows", num_rows)):
-            if type(value) is not int or value < 1:
-                raise ValueError(f"{name}={value!r}: has to be a whole number of at least 1")
-        if type(seed) is not int:
-            raise ValueError(f"seed={seed!r}: has to be a whole number")
+        batch_size = whole_number("batch_size", batch_size, 1)
+        num_rows = whole_number("num_rows", num_rows, 1)
+        seed = whole_number("seed", seed)
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise ValueError(f"dtype={dtype!r}: use a torch dtype, such as torch.float32, or None")
         try:
@@ -71,10 +69,8 @@ class ActivationBuffer:
             )
         if layers is not None and hook is not None:
             raise ValueError(f"layers={layers!r}: not together with hook={hook!r}; choose one")
-        if epochs is not None and (type(epochs) is not int or epochs < 1):
-            raise ValueError(
-                f"epochs={epochs!r}: has to be a whole number of at least 1, or None for no end"
-            )
+        if epochs is not None:
+            epochs = whole_number("epochs", epochs, 1)
         if isinstance(layers, Sequence) and not layers:
             raise ValueError(f"layers={layers!r}: name a layer, or set hook to leave layers out")
         if iter(samples) is samples and epochs != 1:

@@ -29,7 +29,7 @@ from vllm.training.background_engine import BackgroundEngine, Item
 from vllm.training.order import epoch_order
 from vllm.training.sample_cache import SampleCache, digest_of
 from vllm.transformers_utils.tokenizer import stated_in_full
-from vllm.utils.text import brief, check_truth_values
+from vllm.utils.text import brief, check_truth_values, whole_number
 from vllm.v1.engine.extraction_settings import ExtractionSettings
 
 if TYPE_CHECKING:
@@ -118,9 +118,7 @@ class ExtractingDataset(IterableDataset[Any]):
             raise ValueError(f"transform={brief(transform)}: has to be a function of a sample")
         self._transform = transform
         check_truth_values(shuffle=shuffle)
-        if type(seed) is not int:
-            raise ValueError(f"seed={seed!r}: has to be a whole number")
-        self._shuffle, self._seed = shuffle, seed
+        self._shuffle, self._seed = shuffle, whole_number("seed", seed)
         self._rank, self._world_size = _checked_rank(rank, world_size)
         if on_error not in ("raise", "skip"):
             raise ValueError(f'on_error={on_error!r}: use "raise" or "skip"')
@@ -128,15 +126,13 @@ class ExtractingDataset(IterableDataset[Any]):
             raise ValueError(f"cache_bytes={cache_bytes!r}: is of use only with cache=FOLDER")
         if cache_bytes is None:
             cache_bytes = _CACHE_BYTES
-        for name, value in (("prefetch_bytes", prefetch_bytes), ("cache_bytes", cache_bytes)):
-            if type(value) is not int or value < 1:
-                raise ValueError(f"{name}={value!r}: has to be a whole number of at least 1")
         if sampling_params is not None:
             _check_one_text(sampling_params)
         if cache is not None and sampling_params is not None:
             raise ValueError("cache: not together with sampling_params; each epoch generates anew")
-        self._prefetch_bytes = prefetch_bytes
-        self._cache_folder, self._cache_bytes = cache, cache_bytes
+        self._prefetch_bytes = whole_number("prefetch_bytes", prefetch_bytes, 1)
+        self._cache_folder = cache
+        self._cache_bytes = whole_number("cache_bytes", cache_bytes, 1)
         self._skips = on_error == "skip"
         self._epoch = 0
         self._next_epoch: int | None = None  # chosen while an iteration is under way
@@ -170,8 +166,7 @@ class ExtractingDataset(IterableDataset[Any]):
 
         ValueError: it is not a whole number from 0 on.
         """
-        if type(epoch) is not int or epoch < 0:
-            raise ValueError(f"set_epoch: epoch={epoch!r} has to be a whole number from 0 on")
+        epoch = whole_number("set_epoch: epoch", epoch, 0)
         if self._is_under_way:
             self._next_epoch = epoch
         elif epoch != self._epoch:
@@ -197,13 +192,10 @@ class ExtractingDataset(IterableDataset[Any]):
                 raise ValueError(
                     f"state_dict: {key} was {state.get(key)!r}, and is {own[key]!r} now"
                 )
-        epoch, num_read = state.get("epoch"), state.get("num_read")
-        if type(epoch) is not int or epoch < 0:
-            raise ValueError(f"state_dict: epoch={epoch!r} has to be a whole number from 0 on")
-        if type(num_read) is not int or not 0 <= num_read <= len(self):
-            raise ValueError(
-                f"state_dict: num_read={num_read!r} has to be a whole number from 0 to {len(self)}"
-            )
+        epoch = whole_number("state_dict: epoch", state.get("epoch"), 0)
+        num_read = whole_number("state_dict: num_read", state.get("num_read"), 0)
+        if num_read > len(self):
+            raise ValueError(f"state_dict: num_read={num_read}: has to be at most {len(self)}")
         self._epoch, self._start, self._num_read = epoch, num_read, num_read
 
     def _own_state(self) -> dict[str, Any]:
@@ -389,9 +381,10 @@ def _checked_rank(rank: int | None, world_size: int | None) -> tuple[int, int]:
             "or world_size=1 if only one rank reads (as accelerate does with dispatch_batches)"
         )
     world_size = 1 if world_size is None else world_size
-    if type(world_size) is not int or world_size < 1:
-        raise ValueError(f"world_size={world_size!r}: has to be a whole number of at least 1")
+    world_size = whole_number("world_size", world_size, 1)
     rank = 0 if rank is None and world_size == 1 else rank
-    if type(rank) is not int or not 0 <= rank < world_size:
+    with suppress(ValueError):
+        rank = whole_number("rank", rank, 0)
+    if type(rank) is not int or rank >= world_size:
         raise ValueError(f"rank={rank!r}: has to be from 0 to {world_size - 1} (world_size - 1)")
     return rank, world_size

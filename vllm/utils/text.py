@@ -5,9 +5,11 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
+import operator
 import re
 import reprlib
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any
 
 _UNSAFE = re.compile(r"[^A-Za-z0-9._-]")
@@ -48,6 +50,21 @@ def check_truth_values(**options: object) -> None:
     for name, value in options.items():
         if not isinstance(value, bool):
             raise ValueError(f"{name}={brief(value)}: has to be true or false")
+
+
+def whole_number(name: str, value: Any, least: int | None = None) -> int:
+    """Return a whole number, which may be one of numpy or torch.
+
+    ValueError names the option: it is something else, or less than ``least``.
+    """
+    number = None
+    if not isinstance(value, bool):
+        with suppress(TypeError):
+            number = operator.index(value)
+    if number is None or (least is not None and number < least):
+        bound = "" if least is None else f" of at least {least}"
+        raise ValueError(f"{name}={brief(value)}: has to be a whole number{bound}")
+    return number
 
 
 def parse_json(text: str | bytes) -> Any:

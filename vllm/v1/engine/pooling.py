@@ -21,7 +21,7 @@ from vllm.hidden_states.sample import FailedSample, HiddenStatesSample
 from vllm.outputs import PoolingOutput, PoolingRequestOutput
 from vllm.transformers_utils.pooling_config import StatedPooling, VectorPooling, read_pooling
 from vllm.utils.boundaries import NORM
-from vllm.utils.text import brief, check_truth_values
+from vllm.utils.text import brief, check_truth_values, whole_number
 from vllm.v1.engine.extraction_settings import ExtractionSettings
 from vllm.v1.engine.input_processor import TruncationSide
 from vllm.v1.engine.pooling_heads import Head, read_head
@@ -77,8 +77,8 @@ class PoolingOptions:
                 raise ValueError(f"{name}={brief(value)}: use {', '.join(map(repr, allowed))}")
         for name in ("dimensions", "truncate_prompt_tokens"):
             value = getattr(self, name)
-            if value is not None and type(value) is not int:
-                raise ValueError(f"{name}={brief(value)}: has to be a whole number")
+            if value is not None:
+                object.__setattr__(self, name, whole_number(name, value))
         for name in ("normalize", "use_activation", "add_special_tokens"):
             if getattr(self, name) is not None:
                 check_truth_values(**{name: getattr(self, name)})
