@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
+from functools import lru_cache
 
 from vllm.v1.request import Request
 
@@ -15,8 +16,13 @@ DIGEST_BYTES = 16
 def prefix_seed(request: Request) -> bytes:
     """Digest of what cached values depend on besides the tokens: the salt, the depth computed,
     and whether the model's rotation treats the sequence as a long one."""
-    text = f"{request.cache_salt or ''}\0{request.num_layers_to_run}"
-    if request.is_long:
+    return _seed(request.cache_salt or "", request.num_layers_to_run, request.is_long)
+
+
+@lru_cache(maxsize=64)  # mostly it is the same for all requests
+def _seed(salt: str, num_layers_to_run: int | None, is_long: bool) -> bytes:
+    text = f"{salt}\0{num_layers_to_run}"
+    if is_long:
         text += "\0long"
     return hashlib.sha256(text.encode()).digest()[:DIGEST_BYTES]
 

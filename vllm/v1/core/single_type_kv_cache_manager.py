@@ -56,7 +56,10 @@ class TokenBlockManager:
         table = self.tables.setdefault(request_id, [])
         if num_known:
             table += [NULL_BLOCK] * (self.first_needed(num_known) - len(table))
-        added = self.pool.allocate(self.num_missing(request_id, num_tokens))
+        missing = cdiv(num_tokens, self.tokens_per_block) - len(table)
+        if missing <= 0:
+            return []
+        added = self.pool.allocate(missing)
         table += added
         return added
 
@@ -103,13 +106,14 @@ class TokenBlockManager:
         per_block = self.tokens_per_block
         first = self._registered.get(request_id, 0)
         last = num_tokens // HASH_TOKENS
+        register, group_id = self.pool.register, self.group_id
         for grain in range(first, last):
             end = (grain + 1) * HASH_TOKENS
             # The blocks that hold tokens of the grain.
             begin_block, end_block = (end - HASH_TOKENS) // per_block, cdiv(end, per_block)
             for index, block in enumerate(table[begin_block:end_block], begin_block):
                 if block != NULL_BLOCK:
-                    self.pool.register(block, (self.group_id, hashes[grain], index))
+                    register(block, (group_id, hashes[grain], index))
         self._registered[request_id] = max(first, last)
 
     def _find_full(self, hashes: Sequence[bytes], index: int) -> int | None:
@@ -309,7 +313,7 @@ class RecurrentStateManager:
 
     def extend(self, request_id: str) -> list[int]:
         """Add the missing blocks of the running state; returns them."""
-        if request_id in self.tables:
+        if not self.group_ids or request_id in self.tables:
             return []
         self.tables[request_id] = self.pool.allocate(len(self.group_ids), for_states=True)
         return list(self.tables[request_id])
@@ -334,7 +338,8 @@ class RecurrentStateManager:
 
     def free(self, request_id: str) -> list[tuple[int, int]]:
         """Release the running state; returns (position, first block) of the used snapshots."""
-        self.pool.release(self.tables.pop(request_id, []))
+        if state := self.tables.pop(request_id, None):
+            self.pool.release(state)
         for block in self._spare.pop(request_id, ()):
             self.pool.demote(block)
         return self._used.pop(request_id, [])

@@ -210,7 +210,7 @@ class Deliveries:
         self._forget(request_id)
 
     def _forget(self, request_id: str) -> None:
-        if request_id not in self._held_blocks | self._held_loads:
+        if request_id not in self._held_blocks and request_id not in self._held_loads:
             del self._requests[request_id]
 
     def check_integrity(self, alive: set[str], have_blocks: set[str]) -> None:

@@ -26,8 +26,7 @@ class BlockCopy(NamedTuple):
     destination: int
 
 
-@dataclass(frozen=True)
-class NewRequestData:
+class NewRequestData(NamedTuple):
     """A request that a worker sees for the first time."""
 
     req_id: str

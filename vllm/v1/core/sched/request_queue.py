@@ -43,9 +43,11 @@ class RequestQueue:
 
     def peek(self) -> Request:
         # Entries of removed requests stay in the heap until they come up.
-        while self._waiting.get(self._heap[0][1].request_id) is not self._heap[0][1]:
+        while True:
+            request = self._heap[0][1]
+            if self._waiting.get(request.request_id) is request:
+                return request
             heapq.heappop(self._heap)
-        return self._heap[0][1]
 
     def pop(self) -> Request:
         request = self.peek()
