@@ -139,6 +139,36 @@ def test_generation_config_gives_sampling_defaults_and_eos(llama: str) -> None:
     assert off.get_eos_token_ids() == (7,)
 
 
+def test_entries_of_the_generation_config_can_be_overridden(llama: str) -> None:
+    content = {"temperature": 0.6, "top_k": 20, "max_new_tokens": 9, "eos_token_id": 5}
+    (Path(llama) / "generation_config.json").write_text(json.dumps(content))
+    override = {"temperature": 0.25, "top_k": None, "min_p": 0.5, "eos_token_id": [9]}
+    config = ModelConfig(model=llama, override_generation_config=override)
+    assert config.get_diff_sampling_param() == {"temperature": 0.25, "min_p": 0.5, "max_tokens": 9}
+    assert config.get_eos_token_ids() == (7, 9)
+    alone = ModelConfig(
+        model=llama, generation_config="vllm", override_generation_config={"top_p": 0.5}
+    )
+    assert alone.get_diff_sampling_param() == {"top_p": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ({"temprature": 1.0}, "'temprature', on which nothing depends .did you mean 'temperature'"),
+        ({"temperature": "hot"}, "override_generation_config={'temperature': 'hot'}: .*temperat"),
+        ({"top_p": 2}, "override_generation_config={'top_p': 2}: .*top_p"),
+        ({"max_new_tokens": -1}, "override_generation_config={'max_new_tokens': -1}: "),
+        ({"eos_token_id": "end"}, "override_generation_config={'eos_token_id': 'end'}: "),
+        ({"eos_token_id": [1, "end"]}, "override_generation_config="),
+        ([0.5], "override_generation_config"),
+    ],
+)
+def test_overrides_that_cannot_be_are_named(llama: str, override: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ModelConfig(model=llama, override_generation_config=override)
+
+
 def test_a_function_in_hf_overrides_has_done_its_work_in_other_processes(llama: str) -> None:
     def change(config: Any) -> Any:
         config.rms_norm_eps = 0.25

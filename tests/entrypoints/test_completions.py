@@ -194,6 +194,32 @@ def test_an_echo_is_the_prompt_without_what_the_tokenizer_adds(
         )
 
 
+def test_the_operator_sets_defaults_and_the_most_output_tokens(
+    tiny_llama: Path, tmp_path: Path
+) -> None:
+    override = {"temperature": 0.0, "max_new_tokens": 3}
+    with (
+        live_server(
+            tiny_llama, tmp_path, layers=None, override_generation_config=override
+        ) as server,
+        server.client() as http,
+    ):
+        free = {"prompt": "abc", "ignore_eos": True, "return_token_ids": True}
+        wanted = complete(http, **free | GREEDY)["choices"][0]["token_ids"]
+        assert len(wanted) == 3
+        for most in ({}, {"max_tokens": 10}, {"max_tokens": 3}):
+            choice = complete(http, **free, **most)["choices"][0]
+            assert (choice["token_ids"], choice["finish_reason"]) == (wanted, "length")
+        assert complete(http, **free, max_tokens=2)["choices"][0]["token_ids"] == wanted[:2]
+        rows = complete(http, **free, max_tokens=10, hidden_states={"layers": [1]})
+        assert rows["usage"]["completion_tokens"] == 3
+        chat = {"messages": [{"role": "user", "content": "abc"}], "ignore_eos": True}
+        answer = http.post("/v1/chat/completions", json=chat).json()
+        assert answer["usage"]["completion_tokens"] == 3
+        none = complete(http, prompt="abc", max_tokens=0, echo=True)
+        assert none["choices"][0]["text"] == "abc"
+
+
 def test_stop_strings_and_stop_tokens(http: httpx.Client, reference: LLM) -> None:
     wanted = offline(reference, "abc", greedy(12)).outputs[0]
     stop = wanted.text[3:5]

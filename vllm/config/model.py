@@ -159,6 +159,8 @@ class ModelConfig:
     generation_config: str = "auto"
     """Folder of generation_config.json, whose values become sampling defaults.
     "auto": the model's. "vllm": none."""
+    override_generation_config: dict[str, Any] = field(default_factory=dict)
+    """Entries of generation_config.json to set or replace, such as {"temperature": 0.5}."""
     disable_sliding_window: bool = False
     """Use no sliding window, and no more tokens per request than the window holds."""
 
@@ -181,6 +183,7 @@ class ModelConfig:
         self._resolve_max_model_len()
         self._check_quantization()
         _ = self.row_field_classes  # raises now if a name is wrong
+        self._check_override_generation_config()
         _ = self._generation_config
 
     def __getstate__(self) -> dict[str, Any]:
@@ -305,8 +308,33 @@ class ModelConfig:
                 f"{', '.join(map(repr, supported))} or None"
             )
 
+    def _check_override_generation_config(self) -> None:
+        """Check that each entry is one that has an effect, and that requests can have its value."""
+        override = self.override_generation_config
+        known = [*_SAMPLING_DEFAULTS, "eos_token_id"]
+        for key in override:
+            if key not in known:
+                raise ValueError(
+                    f"override_generation_config has {brief(key)}, on which nothing depends"
+                    f"{did_you_mean(key, known)}; use {', '.join(known)}"
+                )
+        from vllm.sampling_params import SamplingParams
+
+        ends = override.get("eos_token_id")
+        try:
+            SamplingParams.from_optional(
+                **{ours: override.get(key) for key, ours in _SAMPLING_DEFAULTS.items()},
+                stop_token_ids=ends if isinstance(ends, list) or ends is None else [ends],
+            )
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"override_generation_config={brief(override)}: {error}") from error
+
     @cached_property
     def _generation_config(self) -> dict[str, Any]:
+        stated = {**self._generation_config_of_file(), **self.override_generation_config}
+        return {key: value for key, value in stated.items() if value is not None}
+
+    def _generation_config_of_file(self) -> dict[str, Any]:
         if self.generation_config == "vllm":
             return {}
         is_auto = self.generation_config == "auto"
@@ -325,10 +353,10 @@ class ModelConfig:
                 f"generation_config={brief(source)} has no generation_config.json; "
                 "use 'auto', 'vllm' or a folder that has one"
             )
-        return {key: value for key, value in (content or {}).items() if value is not None}
+        return content or {}
 
     def try_get_generation_config(self) -> dict[str, Any]:
-        """Entries of generation_config.json; empty if there is none or it is switched off."""
+        """Entries of generation_config.json and of ``override_generation_config``."""
         return dict(self._generation_config)
 
     def get_diff_sampling_param(self) -> dict[str, Any]:

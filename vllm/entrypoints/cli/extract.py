@@ -33,8 +33,9 @@ _EXAMPLE = "vllm extract Qwen/Qwen3.5-0.8B --input data.jsonl --layers 2,12,21,l
 
 _NOT_OF_USE = frozenset({
     "speculative_config", "kv_transfer_config", "served_model_name", "generation_config",
-    "max_logprobs", "skip_tokenizer_init", "disable_log_stats", "enable_prompt_embeds",
-    "kv_offloading_size", "kv_offloading_backend", "enable_lora", "max_lora_rank", "max_loras",
+    "override_generation_config", "max_logprobs", "skip_tokenizer_init", "disable_log_stats",
+    "enable_prompt_embeds", "kv_offloading_size", "kv_offloading_backend", "enable_lora",
+    "max_lora_rank", "max_loras",
 })  # fmt: skip
 """Options of the engine that do not apply to a dataset."""
 

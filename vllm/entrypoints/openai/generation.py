@@ -177,6 +177,7 @@ class Generation(ABC, Generic[BodyT]):
             max_tokens = max_tokens or 0
         if self.extraction is None or max_tokens:
             check_max_tokens(max_tokens, self.state.max_model_len)
+            max_tokens = _least(max_tokens, self.state.most_output_tokens)
         self.prompts = [fit(self.state, one, self.body, max_tokens) for one in options.prompts]
         if self.extraction is None:
             self._check_path(len(self.prompts) * (self.body.n or 1))
@@ -206,8 +207,8 @@ class Generation(ABC, Generic[BodyT]):
         if max_tokens is None:
             max_tokens = self.default_max_tokens
         room = state.max_model_len - len(prompt.token_ids or ())
-        if room > 0:  # otherwise the engine refuses the prompt
-            max_tokens = room if max_tokens is None else min(max_tokens, room)
+        # A prompt that leaves no room is refused by the engine.
+        max_tokens = _least(max_tokens, room if room > 0 else None, state.most_output_tokens)
         params = make_sampling_params(
             state,
             body,
@@ -467,6 +468,10 @@ class Generation(ABC, Generic[BodyT]):
         warnings, self._warnings = self._warnings or None, []
         answer = self.in_every_answer()
         return self.chunk_type(**answer, choices=choices, warnings=warnings, **more)
+
+
+def _least(*limits: int | None) -> int | None:
+    return min((limit for limit in limits if limit is not None), default=None)
 
 
 class EventStream(Response):

@@ -22,6 +22,7 @@ from vllm.entrypoints.openai.row_memory import RowMemory
 from vllm.entrypoints.openai.served_weights import ServedWeights
 from vllm.entrypoints.openai.server_load import ServerLoad
 from vllm.entrypoints.openai.steering_store import SteeringStore
+from vllm.sampling_params import SamplingParams
 from vllm.transformers_utils.token_texts import TokenTexts
 from vllm.transformers_utils.tokenizer import make_decoder
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -158,6 +159,15 @@ class ServerState:
         stated = dict(self.engine.model_config.get_diff_sampling_param())
         stated.pop("max_tokens", None)
         return stated
+
+    @cached_property
+    def most_output_tokens(self) -> int | None:
+        """Most tokens of an answer, which the checkpoint or the operator states; None: any number.
+
+        ValueError: what is stated is no number of tokens.
+        """
+        stated = self.engine.model_config.get_diff_sampling_param().get("max_tokens")
+        return SamplingParams.from_optional(max_tokens=stated).max_tokens
 
     @cached_property
     def system_fingerprint(self) -> str:
