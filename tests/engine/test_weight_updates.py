@@ -289,6 +289,51 @@ def test_what_fails_while_it_loads_changes_nothing(
                 assert is_same(answer(llm), before)
 
 
+@pytest.mark.parametrize(
+    ("family", "ranks"),
+    [
+        ("llama", {}),
+        at_night("gpt2", {}),
+        at_night("gemma3_vl", {}),
+        at_night("llama", {"tensor_parallel_size": 2}),
+        at_night("llama", {"pipeline_parallel_size": 2}),
+    ],
+)
+def test_a_head_that_an_update_unties_can_be_tied_again(
+    family: str, ranks: dict[str, int], checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    """By a checkpoint, by tensors, and by tensors that come one by one in any order."""
+    tie = partial(checkpoint, family, tie_word_embeddings=True)
+    first, second, untied = tie(), tie(seed=77), tmp_path / "untied"
+    weights = weights_in(second)
+    (table,) = (one for one in weights if one.endswith(("embed_tokens.weight", "wte.weight")))
+    base = "language_model." if table.startswith("language_model.") else ""
+    head = {f"{base}lm_head.weight": weights[table] * 0.5 + 0.1}
+    shutil.copytree(second, untied)
+    save_file({**weights, **head}, untied / "model.safetensors", {"format": "pt"})
+    fresh = []
+    for folder in (first, second, untied):
+        with engine(folder, **ranks) as llm:
+            fresh.append(answer(llm))
+    one_by_one = [{name: one} for name, one in weights.items()]
+    with engine(first, **ranks) as llm:
+        for update, right in (
+            (untied, 2),
+            (first, 0),
+            ({**weights, **head}, 2),
+            (weights, 1),
+            ([head, *one_by_one], 2),
+            (one_by_one, 1),
+            ([*one_by_one, head], 2),
+            ([*one_by_one, dict.fromkeys(head, weights[table])], 1),
+        ):
+            if isinstance(update, list):
+                load_in_turn(llm, *update)
+            else:
+                llm.update_weights(update)
+            assert is_same(answer(llm), fresh[right])
+
+
 def module_of(name: str) -> str:
     """The module of a tensor of codes, or the tensor itself."""
     return f"{name.partition('_proj.')[0]}_proj" if "_proj." in name else name

@@ -235,6 +235,8 @@ class DecoderForCausalLM(Layer):
             prefix=maybe_prefix(prefix, "lm_head"),
         )
         self.tied = self.ties_head(vllm_config.model_config)
+        self._may_tie_again = False  # whether an update untied the head
+        self._head_came = False  # whether the update that goes on has a head
         self.has_other_head = vllm_config.model_config.has_other_head
         self.has_others_beside = has_others_beside(vllm_config.model_config)
         if self.tied:
@@ -476,9 +478,16 @@ class DecoderForCausalLM(Layer):
             self.lm_head.tie_weights(self.model.embed_tokens)  # its own would take memory
             self.why_no_head = f"the checkpoint has no tensors named {names.spell('lm_head.')}*"
             logger.warning("%s: rows can be extracted, nothing can be generated", self.why_no_head)
-        if any(map(self._untie, heads)):
+        self._head_came |= bool(heads) or "lm_head.weight" in loaded
+        for head in heads:
+            self._untie(head)
+        if heads or self._tie_again(loaded):
             loaded.add("lm_head.weight")
         return loaded
+
+    def begin_update(self) -> None:
+        """Note that new weights come, in one or several calls of :meth:`load_weights`."""
+        self._head_came = False
 
     def _make_loader(
         self, skip_prefixes: tuple[str, ...] = (), head_prefix: str = ""
@@ -533,22 +542,33 @@ class DecoderForCausalLM(Layer):
                 return theirs + name[len(own) :]
         return name
 
-    def _untie(self, head: torch.Tensor | PackedWeight) -> bool:
+    def _untie(self, head: torch.Tensor | PackedWeight) -> None:
         """Untie the head if the checkpoint's head differs from the embeddings, whatever the config
-        says, as in transformers; returns whether it does."""
+        says, as in transformers."""
         table = self.lm_head.weight
         if isinstance(table, ElsewhereParameter) or head.device.type == "meta":
-            return False
+            return
         if weight_of(table).is_rehearsing:  # the embeddings to compare with are the old ones
             self.lm_head.weight_loader(table, head)
-            return False
+            return
         if not self.lm_head.untie(head):
-            return False
+            return
+        self._may_tie_again = weight_of(self.lm_head.weight).is_finished
         logger.warning(
             "config.json has tie_word_embeddings=true, but the checkpoint has a head with other "
             "values than its embeddings: the two are not tied"
         )
         self.tied = False
+
+    def _tie_again(self, loaded: set[str]) -> bool:
+        """Tie a head that an update untied, if this one brings embeddings and no head: as the
+        config says, they are the head too. Returns whether they are."""
+        comes_alone = "model.embed_tokens.weight" in loaded and not self._head_came
+        if not (self._may_tie_again and comes_alone):
+            return False
+        if not weight_of(self.lm_head.weight).is_rehearsing:
+            self.lm_head.tie_weights(self.model.embed_tokens)
+            self.tied, self._may_tie_again = True, False
         return True
 
 

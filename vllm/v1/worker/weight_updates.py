@@ -21,7 +21,12 @@ from vllm.model_executor.model_loader.checkpoint import (
 )
 from vllm.model_executor.model_loader.loader import find_weights, load_checkpoint
 from vllm.model_executor.model_loader.stored_weights import join_given_weights
-from vllm.model_executor.models.interfaces import FindsWeights, MayKeepWeights, SkipsWeights
+from vllm.model_executor.models.interfaces import (
+    FindsWeights,
+    MayKeepWeights,
+    MayTieHead,
+    SkipsWeights,
+)
 from vllm.model_executor.utils import LOADABLE_DTYPES
 from vllm.utils.text import brief
 from vllm.utils.weight_files import find_weight_files
@@ -132,6 +137,8 @@ class WeightUpdates:
     def begin(self) -> None:
         """Note that an update by several calls of :meth:`load` begins."""
         self._left, self._is_begun = self._all_places(), False
+        if isinstance(self._model, MayTieHead):
+            self._model.begin_update()
 
     @property
     def is_whole(self) -> bool:
