@@ -490,6 +490,20 @@ def test_sleep(level: int, checkpoint: Checkpoint) -> None:
             llm.wake_up(["cache"])
 
 
+@pytest.mark.parametrize("method", ["int4", at_night("fp8"), at_night("int8")])
+def test_codes_can_be_loaded_after_a_sleep_that_discards_them(
+    method: str, checkpoint: Checkpoint, other: Callable[[str], Path]
+) -> None:
+    with engine(other("llama"), quantization=method) as llm:
+        fresh = answer(llm)
+    with engine(checkpoint("llama"), quantization=method) as llm:
+        for update in (other("llama"), weights_in(other("llama"))):
+            llm.sleep(2)
+            llm.wake_up()
+            llm.update_weights(update)
+            assert is_same(answer(llm), fresh)
+
+
 def test_sleep_beside_a_connector_is_refused(checkpoint: Checkpoint, tmp_path: Path) -> None:
     with (
         engine(checkpoint("llama"), **extraction_config([2], tmp_path)) as llm,
