@@ -490,6 +490,21 @@ def test_sleep(level: int, checkpoint: Checkpoint) -> None:
             llm.wake_up(["cache"])
 
 
+def test_a_table_that_was_rounded_with_its_head_is_not_untied(checkpoint: Checkpoint) -> None:
+    folder = checkpoint("llama", tie_word_embeddings=True)
+    weights = weights_in(checkpoint("llama", tie_word_embeddings=True, seed=77))
+    table = weights["model.embed_tokens.weight"]
+    with engine(folder, head_quantization="int8") as llm:
+        before = answer(llm)
+        for head in (weights | {"lm_head.weight": table + 1}, {"lm_head.weight": table}):
+            with pytest.raises(ValueError, match="head_quantization rounded both"):
+                llm.update_weights(head)
+            assert is_same(answer(llm), before)
+        llm.update_weights(weights | {"lm_head.weight": table.clone()})
+        llm.update_weights({"lm_head.weight": table})
+        assert not is_same(answer(llm), before)
+
+
 @pytest.mark.parametrize("method", ["int4", at_night("fp8"), at_night("int8")])
 def test_codes_can_be_loaded_after_a_sleep_that_discards_them(
     method: str, checkpoint: Checkpoint, other: Callable[[str], Path]

@@ -29,6 +29,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     VocabParallelEmbedding,
 )
 from vllm.model_executor.layers.weight import weight_of
+from vllm.model_executor.layers.weight_share import Stored
 from vllm.model_executor.model_loader.weight_utils import log_skipped
 from vllm.model_executor.models.decoder_block import (
     AttentionOptions,
@@ -457,7 +458,8 @@ class DecoderForCausalLM(Layer):
         # The checkpoint may contain a tied head too.
         names = CheckpointNames({}, self.names_in_checkpoint(), self.checkpoint_prefixes)
         tied = ("lm_head.", names.spell("lm_head.weight")) if self.tied else ()
-        heads: list[torch.Tensor | PackedWeight] = []
+        heads: list[Stored] = []
+        tables: list[Stored] = []
         skipped_part, skipped = self.make_skipper(), Counter[str]()
 
         def published() -> Iterator[tuple[str, torch.Tensor | PackedWeight]]:
@@ -469,6 +471,8 @@ class DecoderForCausalLM(Layer):
                 is_head = tied and name.startswith(tied) and name.endswith("weight")
                 if is_head:
                     heads.append(tensor)
+                elif tied and name == names.spell("model.embed_tokens.weight"):
+                    tables.append(tensor)
                 yield name, tensor
 
         loader = self._make_loader(tied, names.spell("lm_head."))
@@ -480,7 +484,7 @@ class DecoderForCausalLM(Layer):
             logger.warning("%s: rows can be extracted, nothing can be generated", self.why_no_head)
         self._head_came |= bool(heads) or "lm_head.weight" in loaded
         for head in heads:
-            self._untie(head)
+            self._untie(head, tables)
         if heads or self._tie_again(loaded):
             loaded.add("lm_head.weight")
         return loaded
@@ -542,14 +546,29 @@ class DecoderForCausalLM(Layer):
                 return theirs + name[len(own) :]
         return name
 
-    def _untie(self, head: torch.Tensor | PackedWeight) -> None:
+    def _equals(self, head: Stored, tables: list[Stored]) -> bool:
+        """Return whether a head has the values of the embeddings that came with it, or else of
+        those in memory."""
+        if not tables:
+            return self.lm_head.holds(head)
+        given = (head, tables[0])
+        floats = [one for one in given if isinstance(one, torch.Tensor)]
+        return len(floats) == 2 and torch.equal(floats[0], floats[1].to(floats[0]))
+
+    def _untie(self, head: Stored, tables: list[Stored]) -> None:
         """Untie the head if the checkpoint's head differs from the embeddings, whatever the config
-        says, as in transformers."""
+        says, as in transformers. tables: the embeddings that came with it."""
         table = self.lm_head.weight
         if isinstance(table, ElsewhereParameter) or head.device.type == "meta":
             return
         if weight_of(table).is_rehearsing:  # the embeddings to compare with are the old ones
             self.lm_head.weight_loader(table, head)
+            is_rounded = weight_of(table).quantise is not None
+            if is_rounded and not self._equals(head, tables):
+                raise ValueError(
+                    "weight 'lm_head.weight' differs from the embeddings, and head_quantization "
+                    "rounded both as one table; make a new engine for a head of its own"
+                )
             return
         if not self.lm_head.untie(head):
             return
