@@ -191,6 +191,22 @@ def test_pooling_that_cannot_be_done(
         assert len(llm.encode(PROMPTS, "token_embed")) == len(PROMPTS)
 
 
+@pytest.mark.parametrize("kind", ["pylate.models.Dense.Dense", "sentence_transformers.x.Dense"])
+def test_vectors_of_tokens_that_a_module_projects(
+    kind: str, checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    """Models of many vectors for a text, such as those of PyLate."""
+    import shutil
+
+    folder = Path(shutil.copytree(checkpoint("llama"), tmp_path / "model"))
+    state(folder, modules=[module(0, "Transformer"), {**module(1, "Dense"), "type": kind}])
+    with engine(folder) as llm:
+        for task in ("embed", "token_embed"):
+            with pytest.raises(ValueError, match=f"cannot be made: .* the module '{kind}'"):
+                llm.encode(PROMPTS, task)
+        assert len(list(llm.extract(PROMPTS, layers=["norm"]))) == len(PROMPTS)
+
+
 def test_what_sentence_transformers_does_to_texts(checkpoint: Checkpoint, tmp_path: Path) -> None:
     """Lower case, truncation, a model elsewhere and code of others are followed or refused."""
     import shutil

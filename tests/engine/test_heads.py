@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -217,7 +218,10 @@ def test_unknown_heads_are_named(tmp_path: Path) -> None:
     weights = load_file(path)
     score = weights.pop("score.weight")
     for head, problem in (
-        ({}, r"LlamaForSequenceClassification'\]: the checkpoint has no score\. or classifier\."),
+        (
+            {},
+            r"LlamaForSequenceClassification'\]: the checkpoint has no score\.\* or classifier\.\*",
+        ),
         ({"score.0.weight": score}, r"has score\.0\.weight, score\.2\.weight"),
         ({"score.dense.weight": score}, r"has score\.dense\.weight, which is no head"),
         ({"score.weight": score / 0}, r"the head score\.weight has values that are not finite"),
@@ -245,3 +249,45 @@ def test_options_of_vectors_are_refused(tmp_path: Path) -> None:
     problem = "load_format='dummy' gives no head"
     with engine(tmp_path, load_format="dummy") as llm, pytest.raises(ValueError, match=problem):
         llm.classify(PROMPTS)
+
+
+@pytest.mark.parametrize("kind", ["sequence", at_night("token"), "value"])
+def test_new_weights_do_not_leave_an_old_head_behind(kind: str, tmp_path: Path) -> None:
+    """A head with other values is refused: the front end has read the first one."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    if kind == "value":
+        make_transformers_model("llama").save_pretrained(first)
+        save_tokenizer(first)
+    else:
+        make_head(first, "llama", kind)
+    weights = load_file(first / "model.safetensors")
+    if kind == "value":
+        weights["v_head.summary.weight"] = torch.randn(1, 72)
+        save_file(weights, first / "model.safetensors", {"format": "pt"})
+    heads = {name for name in weights if name.startswith(("score.", "v_head."))}
+    trunk = {name: one if name in heads else one * 1.1 for name, one in weights.items()}
+    shutil.copytree(first, second)
+    task: Any = "classify" if kind == "sequence" else "token_classify"
+
+    def scores(llm: LLM) -> list[torch.Tensor]:
+        return [one.outputs.data for one in llm.encode(IDS, task, use_activation=False)]
+
+    save_file(trunk, second / "model.safetensors", {"format": "pt"})
+    with engine(second) as llm:
+        fresh = scores(llm)
+    with engine(first) as llm:
+        before = scores(llm)
+        for name in heads:
+            other = trunk | {name: trunk[name] + 0.5}
+            save_file(other, second / "model.safetensors", {"format": "pt"})
+            for update in (other, second):
+                with pytest.raises(ValueError, match=f"'{name}' has other values and cannot be"):
+                    llm.update_weights(update)
+            shape = {name: tuple(other[name].shape)}
+            with pytest.raises(ValueError, match=f"'{name}' cannot be replaced: .* leave it out"):
+                llm.collective_rpc(lambda worker, forms=shape: worker._weights.check_forms(forms))
+        assert all(map(torch.equal, scores(llm), before))
+        llm.update_weights({name: one for name, one in trunk.items() if name not in heads})
+        assert all(map(torch.equal, scores(llm), fresh))
+        llm.update_weights(weights)
+        assert all(map(torch.equal, scores(llm), before))

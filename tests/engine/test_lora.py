@@ -240,6 +240,37 @@ def test_embeddings_and_heads(
         assert best == text[length:]
 
 
+def test_adapters_in_memory_when_an_update_unties_the_head(
+    checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    folder, untied, adapter = tmp_path / "tied", tmp_path / "untied", tmp_path / "ends"
+    shutil.copytree(checkpoint("llama", tie_word_embeddings=True), folder)
+    shutil.copytree(folder, untied)
+    weights = load_file(folder / "model.safetensors")
+    head = {"lm_head.weight": weights["model.embed_tokens.weight"] * 0.5 + 0.1}
+    save_file(weights | head, untied / "model.safetensors", {"format": "pt"})
+    write_adapter(adapter, folder, with_ends=True)
+    parts = load_file(adapter / "adapter_model.safetensors")
+    without_tables = {name: one for name, one in parts.items() if "base_layer" not in name}
+    save_file(without_tables, adapter / "adapter_model.safetensors")
+
+    def probabilities(llm: LLM, number: int) -> list[torch.Tensor]:
+        chosen = request(adapter, number)
+        samples = llm.extract(PROMPTS, layers=[1], top_logprobs=3, lora_request=chosen)
+        return [sample.tensors["top_logprobs"] for sample in samples]
+
+    with engine(untied, enable_lora=True) as llm:
+        right = probabilities(llm, 1)
+    with engine(folder, enable_lora=True) as llm:
+        tied = probabilities(llm, 1)
+        for update, expected in ((head | weights, right), (weights, tied)):
+            llm.update_weights(update)
+            for number in (1, 2):  # one that was loaded before, and another
+                found = probabilities(llm, number)
+                assert all(map(torch.equal, found, expected))
+    assert not torch.equal(tied[0], right[0])
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen3_5", "qwen3_moe", "zamba2"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_bits_do_not_depend_on_what_runs_beside(

@@ -289,6 +289,51 @@ def test_what_fails_while_it_loads_changes_nothing(
                 assert is_same(answer(llm), before)
 
 
+@pytest.mark.parametrize(
+    ("family", "ranks"),
+    [
+        ("llama", {}),
+        at_night("gpt2", {}),
+        at_night("gemma3_vl", {}),
+        at_night("llama", {"tensor_parallel_size": 2}),
+        at_night("llama", {"pipeline_parallel_size": 2}),
+    ],
+)
+def test_a_head_that_an_update_unties_can_be_tied_again(
+    family: str, ranks: dict[str, int], checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    """By a checkpoint, by tensors, and by tensors that come one by one in any order."""
+    tie = partial(checkpoint, family, tie_word_embeddings=True)
+    first, second, untied = tie(), tie(seed=77), tmp_path / "untied"
+    weights = weights_in(second)
+    (table,) = (one for one in weights if one.endswith(("embed_tokens.weight", "wte.weight")))
+    base = "language_model." if table.startswith("language_model.") else ""
+    head = {f"{base}lm_head.weight": weights[table] * 0.5 + 0.1}
+    shutil.copytree(second, untied)
+    save_file({**weights, **head}, untied / "model.safetensors", {"format": "pt"})
+    fresh = []
+    for folder in (first, second, untied):
+        with engine(folder, **ranks) as llm:
+            fresh.append(answer(llm))
+    one_by_one = [{name: one} for name, one in weights.items()]
+    with engine(first, **ranks) as llm:
+        for update, right in (
+            (untied, 2),
+            (first, 0),
+            ({**weights, **head}, 2),
+            (weights, 1),
+            ([head, *one_by_one], 2),
+            (one_by_one, 1),
+            ([*one_by_one, head], 2),
+            ([*one_by_one, dict.fromkeys(head, weights[table])], 1),
+        ):
+            if isinstance(update, list):
+                load_in_turn(llm, *update)
+            else:
+                llm.update_weights(update)
+            assert is_same(answer(llm), fresh[right])
+
+
 def module_of(name: str) -> str:
     """The module of a tensor of codes, or the tensor itself."""
     return f"{name.partition('_proj.')[0]}_proj" if "_proj." in name else name
@@ -443,6 +488,35 @@ def test_sleep(level: int, checkpoint: Checkpoint) -> None:
             llm.sleep(3)
         with pytest.raises(ValueError, match="tags"):
             llm.wake_up(["cache"])
+
+
+def test_a_table_that_was_rounded_with_its_head_is_not_untied(checkpoint: Checkpoint) -> None:
+    folder = checkpoint("llama", tie_word_embeddings=True)
+    weights = weights_in(checkpoint("llama", tie_word_embeddings=True, seed=77))
+    table = weights["model.embed_tokens.weight"]
+    with engine(folder, head_quantization="int8") as llm:
+        before = answer(llm)
+        for head in (weights | {"lm_head.weight": table + 1}, {"lm_head.weight": table}):
+            with pytest.raises(ValueError, match="head_quantization rounded both"):
+                llm.update_weights(head)
+            assert is_same(answer(llm), before)
+        llm.update_weights(weights | {"lm_head.weight": table.clone()})
+        llm.update_weights({"lm_head.weight": table})
+        assert not is_same(answer(llm), before)
+
+
+@pytest.mark.parametrize("method", ["int4", at_night("fp8"), at_night("int8")])
+def test_codes_can_be_loaded_after_a_sleep_that_discards_them(
+    method: str, checkpoint: Checkpoint, other: Callable[[str], Path]
+) -> None:
+    with engine(other("llama"), quantization=method) as llm:
+        fresh = answer(llm)
+    with engine(checkpoint("llama"), quantization=method) as llm:
+        for update in (other("llama"), weights_in(other("llama"))):
+            llm.sleep(2)
+            llm.wake_up()
+            llm.update_weights(update)
+            assert is_same(answer(llm), fresh)
 
 
 def test_sleep_beside_a_connector_is_refused(checkpoint: Checkpoint, tmp_path: Path) -> None:

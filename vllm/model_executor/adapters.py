@@ -66,8 +66,9 @@ def load_adapter(model: nn.Module, folder: Path, max_rank: int, device: torch.de
     parts: defaultdict[tuple[Weight, int, int], list[Change]] = defaultdict(list)
     for name, pair in files.pairs.items():
         for weight, table, part in _parts_of(name, pair, files, finder, device):
-            parts[weight, table, finder.use_of(name)[1]].append(part)
-            weight.is_adapted = True
+            known = weight.adapted_as or weight
+            parts[known, table, finder.use_of(name)[1]].append(part)
+            weight.is_adapted = known.is_adapted = True
     return Adapter(files.digest, parts)
 
 

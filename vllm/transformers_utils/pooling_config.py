@@ -59,6 +59,8 @@ class StatedPooling(NamedTuple):
     """The entry that states this length."""
     truncation_side: Literal["left", "right"] = "right"
     """The side that sentence-transformers cuts off."""
+    projects_tokens: bool = False
+    """True if the problem is a module behind each token's state, as in models of many vectors."""
 
 
 def read_pooling(model_config: ModelConfig) -> StatedPooling:
@@ -78,7 +80,8 @@ def read_pooling(model_config: ModelConfig) -> StatedPooling:
         raise ValueError(f"modules.json is not a list of modules: {error!r}") from error
     for kind, name in zip(kinds, types, strict=True):
         if kind not in _ORDERS[-1] or not name.startswith("sentence_transformers."):
-            return StatedPooling(problem=f"modules.json has the module {name!r}")
+            problem = f"modules.json has the module {name!r}"
+            return StatedPooling(problem=problem, projects_tokens="Pooling" not in paths)
     normalizes = "Normalize" in paths
     if "Pooling" not in paths:
         return StatedPooling(normalize=normalizes, problem="modules.json has no module Pooling")

@@ -152,6 +152,7 @@ class ParallelLMHead(VocabParallelEmbedding):
         self._make_table(self.weight.device)
         own = weight_of(self.weight)
         own.quantise, own.stays_in_rows = shared.quantise, shared.stays_in_rows
+        own.is_adapted, own.adapted_as = shared.is_adapted, shared
         own.begin()
         self.weight_loader(self.weight, head)
         if shared.is_finished:  # loaded into a running engine

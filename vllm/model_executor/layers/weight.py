@@ -88,6 +88,8 @@ class Weight:
         self.is_finished = False
         self.is_adapted = False
         """True if there was an adapter of it (:mod:`vllm.model_executor.layers.low_rank`)."""
+        self.adapted_as: Weight | None = None
+        """The weight that adapters know instead: the table to which this head was tied."""
         self.fixed_because: str | None = None
         """The reason why it cannot be replaced; None: it can."""
         self.is_rehearsing = False
@@ -198,7 +200,7 @@ class Weight:
     def adapt(self, x: torch.Tensor, out: torch.Tensor, table: int = 0) -> None:
         """Add what adapters change in that product."""
         if (adapters := current_adapters()) is not None:
-            adapters.add(self, table, x, out)
+            adapters.add(self.adapted_as or self, table, x, out)
 
     def look_up(self, rows: torch.Tensor, table: int = 0) -> torch.Tensor:
         """Return rows ``rows``, int64 [k], as floats: a new tensor [k, n]."""

@@ -29,8 +29,9 @@ class Codes:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """All tensors that hold the codes."""
-        return [tensor for tensor in self._panels.flat if tensor is not None]
+        """All tensors that hold the codes. The table of their values is part of their form."""
+        table = self._panels.table
+        return [one for one in self._panels.flat if one is not None and one is not table]
 
     def multiply_into(self, x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
         x_scales, is_whole = None, False

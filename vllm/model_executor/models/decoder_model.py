@@ -29,6 +29,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     VocabParallelEmbedding,
 )
 from vllm.model_executor.layers.weight import weight_of
+from vllm.model_executor.layers.weight_share import Stored
 from vllm.model_executor.model_loader.weight_utils import log_skipped
 from vllm.model_executor.models.decoder_block import (
     AttentionOptions,
@@ -235,6 +236,8 @@ class DecoderForCausalLM(Layer):
             prefix=maybe_prefix(prefix, "lm_head"),
         )
         self.tied = self.ties_head(vllm_config.model_config)
+        self._may_tie_again = False  # whether an update untied the head
+        self._head_came = False  # whether the update that goes on has a head
         self.has_other_head = vllm_config.model_config.has_other_head
         self.has_others_beside = has_others_beside(vllm_config.model_config)
         if self.tied:
@@ -455,7 +458,8 @@ class DecoderForCausalLM(Layer):
         # The checkpoint may contain a tied head too.
         names = CheckpointNames({}, self.names_in_checkpoint(), self.checkpoint_prefixes)
         tied = ("lm_head.", names.spell("lm_head.weight")) if self.tied else ()
-        heads: list[torch.Tensor | PackedWeight] = []
+        heads: list[Stored] = []
+        tables: list[Stored] = []
         skipped_part, skipped = self.make_skipper(), Counter[str]()
 
         def published() -> Iterator[tuple[str, torch.Tensor | PackedWeight]]:
@@ -467,6 +471,8 @@ class DecoderForCausalLM(Layer):
                 is_head = tied and name.startswith(tied) and name.endswith("weight")
                 if is_head:
                     heads.append(tensor)
+                elif tied and name == names.spell("model.embed_tokens.weight"):
+                    tables.append(tensor)
                 yield name, tensor
 
         loader = self._make_loader(tied, names.spell("lm_head."))
@@ -476,9 +482,16 @@ class DecoderForCausalLM(Layer):
             self.lm_head.tie_weights(self.model.embed_tokens)  # its own would take memory
             self.why_no_head = f"the checkpoint has no tensors named {names.spell('lm_head.')}*"
             logger.warning("%s: rows can be extracted, nothing can be generated", self.why_no_head)
-        if any(map(self._untie, heads)):
+        self._head_came |= bool(heads) or "lm_head.weight" in loaded
+        for head in heads:
+            self._untie(head, tables)
+        if heads or self._tie_again(loaded):
             loaded.add("lm_head.weight")
         return loaded
+
+    def begin_update(self) -> None:
+        """Note that new weights come, in one or several calls of :meth:`load_weights`."""
+        self._head_came = False
 
     def _make_loader(
         self, skip_prefixes: tuple[str, ...] = (), head_prefix: str = ""
@@ -533,22 +546,48 @@ class DecoderForCausalLM(Layer):
                 return theirs + name[len(own) :]
         return name
 
-    def _untie(self, head: torch.Tensor | PackedWeight) -> bool:
+    def _equals(self, head: Stored, tables: list[Stored]) -> bool:
+        """Return whether a head has the values of the embeddings that came with it, or else of
+        those in memory."""
+        if not tables:
+            return self.lm_head.holds(head)
+        given = (head, tables[0])
+        floats = [one for one in given if isinstance(one, torch.Tensor)]
+        return len(floats) == 2 and torch.equal(floats[0], floats[1].to(floats[0]))
+
+    def _untie(self, head: Stored, tables: list[Stored]) -> None:
         """Untie the head if the checkpoint's head differs from the embeddings, whatever the config
-        says, as in transformers; returns whether it does."""
+        says, as in transformers. tables: the embeddings that came with it."""
         table = self.lm_head.weight
         if isinstance(table, ElsewhereParameter) or head.device.type == "meta":
-            return False
+            return
         if weight_of(table).is_rehearsing:  # the embeddings to compare with are the old ones
             self.lm_head.weight_loader(table, head)
-            return False
+            is_rounded = weight_of(table).quantise is not None
+            if is_rounded and not self._equals(head, tables):
+                raise ValueError(
+                    "weight 'lm_head.weight' differs from the embeddings, and head_quantization "
+                    "rounded both as one table; make a new engine for a head of its own"
+                )
+            return
         if not self.lm_head.untie(head):
-            return False
+            return
+        self._may_tie_again = weight_of(self.lm_head.weight).is_finished
         logger.warning(
             "config.json has tie_word_embeddings=true, but the checkpoint has a head with other "
             "values than its embeddings: the two are not tied"
         )
         self.tied = False
+
+    def _tie_again(self, loaded: set[str]) -> bool:
+        """Tie a head that an update untied, if this one brings embeddings and no head: as the
+        config says, they are the head too. Returns whether they are."""
+        comes_alone = "model.embed_tokens.weight" in loaded and not self._head_came
+        if not (self._may_tie_again and comes_alone):
+            return False
+        if not weight_of(self.lm_head.weight).is_rehearsing:
+            self.lm_head.tie_weights(self.model.embed_tokens)
+            self.tied, self._may_tie_again = True, False
         return True
 
 

@@ -123,6 +123,15 @@ class SkipsWeights(Protocol):
 
 
 @runtime_checkable
+class MayTieHead(Protocol):
+    """Has a head that updates of its weights may tie to the embeddings, or untie."""
+
+    def begin_update(self) -> None:
+        """Note that new weights come, in one or several calls of ``load_weights``."""
+        ...
+
+
+@runtime_checkable
 class SupportsRowCapture(Protocol):
     """Runs its layers through ``decoder_loop.run_decoder_layers``, so rows reach the sink."""
 

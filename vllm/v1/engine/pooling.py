@@ -152,6 +152,11 @@ class Pooler:
                 "Transformer, Pooling of the last token or the mean, and Normalize. With "
                 "pooling='last' or 'mean' you get those of the state after the final norm"
             )
+        if is_each_token and stated.projects_tokens:
+            raise ValueError(
+                f"the checkpoint's vectors of tokens cannot be made: {stated.problem} and no "
+                'Pooling; extract(..., layers=["norm"]) returns the states after the final norm'
+            )
         if options.use_activation is not None:
             raise ValueError(
                 f"use_activation={options.use_activation} with pooling_task={options.task!r}: it "

@@ -95,10 +95,11 @@ def read_head(vllm_config: VllmConfig) -> Head:
     names = sorted({name for name in stored_names(files) if name.startswith(prefixes)})
     leaves = [{name.removeprefix(prefix) for name in names} for prefix in prefixes]
     if {"weight"} not in leaves and {"weight", "bias"} not in leaves:
-        found = f"has {', '.join(names)}" if names else f"has no {' or '.join(prefixes)}*"
+        found = f"no {' or '.join(f'{prefix}*' for prefix in prefixes)}"
+        if names:
+            found = f"{', '.join(names)}, which is no head that this engine knows"
         raise ValueError(
-            f"architectures={model_config.architectures}: the checkpoint {found}, which is no "
-            f"head that this engine knows; {_WANTED}"
+            f"architectures={model_config.architectures}: the checkpoint has {found}; {_WANTED}"
         )
     tensors = dict(iterate_weights(files, names.__contains__))
     for name, tensor in tensors.items():

@@ -16,12 +16,19 @@ from vllm.logger import init_logger
 from vllm.model_executor.layers.weight import rehearsal, weight_storages, weights_of
 from vllm.model_executor.model_loader.checkpoint import (
     iterate_mapped_weights,
+    iterate_weights,
     stored_shapes,
     tensor_names,
 )
 from vllm.model_executor.model_loader.loader import find_weights, load_checkpoint
 from vllm.model_executor.model_loader.stored_weights import join_given_weights
-from vllm.model_executor.models.interfaces import FindsWeights, MayKeepWeights, SkipsWeights
+from vllm.model_executor.models.interfaces import (
+    FindsWeights,
+    MayKeepWeights,
+    MayTieHead,
+    SkipsWeights,
+)
+from vllm.model_executor.models.utils import other_heads
 from vllm.model_executor.utils import LOADABLE_DTYPES
 from vllm.utils.text import brief
 from vllm.utils.weight_files import find_weight_files
@@ -32,6 +39,10 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
+_HEADS_STAY = (
+    "cannot be replaced: classes and values come from the head with which the engine started; "
+    "leave it out, or start another engine"
+)
 Named = Iterable[tuple[str, torch.Tensor]]
 PlaceOf = Callable[[str], Hashable]
 
@@ -71,6 +82,7 @@ class WeightUpdates:
         with fails_on_all_ranks():
             files = self._files_of(path)
             self.check(stored_shapes(files), is_whole=True)
+            self._check_heads(iterate_weights(files, self._heads.__contains__))
             with rehearsal(self._model):
                 load_checkpoint(self._model, self._vllm_config, files, iterate_mapped_weights)
         return files
@@ -85,6 +97,7 @@ class WeightUpdates:
             for name, tensor in named.items():
                 _check_tensor(name, tensor, takes_codes=self._names is not None)
             self.check({name: tuple(tensor.shape) for name, tensor in named.items()})
+            self._check_heads(named.items())
             # A trainer that sends one tensor at a time sends those of towers too.
             if not self._rehearse(named) and not all(map(self._skipped_part(), named)):
                 names = ", ".join([*named][:5])
@@ -98,6 +111,8 @@ class WeightUpdates:
     def check_forms(self, forms: Mapping[str, torch.Size | tuple[int, ...]]) -> None:
         """Raise the ValueError of :meth:`load` for floats of these shapes, by their names."""
         self.check(forms)
+        for name in forms.keys() & self._heads.keys():
+            raise ValueError(f"weight {name!r} {_HEADS_STAY}")
         nothing = torch.zeros(())
         self._rehearse({name: nothing.expand(shape) for name, shape in forms.items()})
 
@@ -120,6 +135,20 @@ class WeightUpdates:
             return None
         return tensor_names(find_weights(self._vllm_config, fetches=False) or ())
 
+    @cached_property
+    def _heads(self) -> dict[str, torch.Tensor]:
+        """The heads of the model's checkpoint that the front end reads, by name
+        (``v1/engine/pooling_heads.py``)."""
+        files = find_weights(self._vllm_config, fetches=False) or ()
+        prefixes = other_heads(self._vllm_config.model_config.has_other_head)
+        return dict(iterate_weights(files, lambda name: name.startswith(prefixes)))
+
+    def _check_heads(self, weights: Named) -> None:
+        """Raise ValueError if one of these heads is given with other values."""
+        for name, tensor in weights:
+            if name in self._heads and not torch.equal(self._heads[name].to(tensor), tensor):
+                raise ValueError(f"weight {name!r} has other values and {_HEADS_STAY}")
+
     def _files_of(self, path: str | None) -> list[Path]:
         if path is not None:
             folder = Path(path).expanduser()
@@ -132,6 +161,8 @@ class WeightUpdates:
     def begin(self) -> None:
         """Note that an update by several calls of :meth:`load` begins."""
         self._left, self._is_begun = self._all_places(), False
+        if isinstance(self._model, MayTieHead):
+            self._model.begin_update()
 
     @property
     def is_whole(self) -> bool:
