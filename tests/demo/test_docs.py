@@ -237,6 +237,20 @@ def test_commands_are_understood(block: Block, place: Path) -> None:
     parse[command](arguments)  # SystemExit: it does not know a flag
 
 
+def test_files_that_are_named_exist() -> None:
+    """Capitals in a name stand for others, as in ``csrc/cpu/TOPIC.cpp``."""
+    elsewhere = "CHANGELOG.md", "upstream_tests.md"  # files of the past, and of another tree
+    named = re.compile(r"`((?:vllm|tests|examples|benchmarks|csrc|docs|packaging)/[\w./*-]+)`")
+    missing = [
+        f"{page.name}: {path}"
+        for page in PAGES
+        if page.name not in elsewhere and "journal" not in page.parts
+        for path in named.findall(page.read_text())
+        if not re.search(r"[A-Z]{4}", path) and not list(ROOT.glob(path.rstrip("/")))
+    ]
+    assert not missing
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\((?!https?:)([^)\s]+)\)", page.read_text()):

@@ -141,6 +141,7 @@ def test_what_cannot_be_added(
 
     refuse("input_digest: .* there, .* now")
     refuse(r"layer_ids: \[0, 3, 4\] there, \[0, 3\] now", append=True, layers="0,3")
+    refuse(r"max_tokens: '\d+' there, '9' now \(--max-length\)", append=True, max_length=9)
     refuse("positions: 'all' there, 'last' now", append=True, positions="last")
     useless = write_jsonl(tmp_path / "useless.jsonl", [{}])
     refuse("none of 1 records can be used", useless, append=True)

@@ -122,6 +122,9 @@ def check_agrees(llm: Any, known: Collection[tuple[int, int]]) -> None:
     groups = core.kv_cache_config.kv_cache_groups
     halves = {i for i, group in enumerate(groups) if group.kv_cache_spec.block_size % 16}
     assert {group for group, _ in found - set(known)} <= halves
+    coordinator = core.scheduler.kv_cache_manager.coordinator
+    states = coordinator.recurrent.group_ids  # all of them have the events of the first
+    assert {group for group, _ in known}.isdisjoint(states[1:])
 
 
 @pytest.mark.parametrize("with_rows", [False, True])

@@ -23,8 +23,10 @@ from vllm.distributed.kv_events import (
     KVEventAggregator,
     KVEventBatch,
 )
+from vllm.entrypoints.chat_utils import resolve_hf_chat_template
 from vllm.model_executor.models.extract_hidden_states import basic_cache
 from vllm.sampling_params import SamplingParams
+from vllm.transformers_utils.tokenizer import get_tokenizer
 from vllm.v1.core.kv_cache_utils import BlockHash
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.kv_cache_interface import (
@@ -206,3 +208,16 @@ def test_names_of_stats_and_bases() -> None:
     assert PromMetricT.__bound__ is not None
     with pytest.raises(NotImplementedError):
         KVConnectorStats().reduce()
+
+
+def test_the_template_that_lm_eval_asks_for(checkpoint: Checkpoint) -> None:
+    tokenizer = get_tokenizer(str(checkpoint("llama")))
+    own = tokenizer.chat_template
+    assert own and resolve_hf_chat_template(tokenizer, None, None, model_config=None) == own
+    assert resolve_hf_chat_template(tokenizer, "{{ messages }}", None) == "{{ messages }}"
+    tokenizer.chat_template = {"default": "a", "tool_use": "b"}
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    assert [resolve_hf_chat_template(tokenizer, None, t) for t in (None, tools)] == ["a", "b"]
+    assert resolve_hf_chat_template(tokenizer, "tool_use", None) == "b"
+    tokenizer.chat_template = None
+    assert resolve_hf_chat_template(tokenizer, None, tools) is None

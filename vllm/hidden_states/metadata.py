@@ -45,6 +45,12 @@ REQUEST_TENSORS = "request_tensors"
 """Name of the option that lists the tensors for which requests ask, with their forms."""
 _HAS_LOSS_MASK = "has_loss_mask"
 _KERNELS = "kernels"
+_SET_BY = {
+    "dtype": "--storage-dtype",
+    "max_tokens": "--max-length",
+    "shard_bytes": "--shard-size-gib",
+}
+"""Flags of settings whose names do not tell them."""
 _MAY_BE_UNKNOWN = (_KERNELS, "weights_sampled", "weight_index", "sampling.eos_token_ids")
 """Options that older datasets lack; differences count only if both datasets have them."""
 _OF_OLDER_DATASETS = {"values_version": "1"}
@@ -307,7 +313,8 @@ class DatasetSettings:
         if mixes_kernels:
             mine.pop(_KERNELS, None)
         differing = [name for name in {**mine, **others} if mine.get(name) != others.get(name)]
-        advice = {_KERNELS: "; use --mixed-kernels to continue with rows that differ in last bits"}
+        advice = {name: f" ({flag})" for name, flag in _SET_BY.items()}
+        advice[_KERNELS] = "; use --mixed-kernels to continue with rows that differ in last bits"
         return [
             f"{name}: {mine.get(name)!r} there, {others.get(name)!r} now{advice.get(name, '')}"
             for name in differing

@@ -2,8 +2,8 @@
 
 Prefixes are reported in steps of ``HASH_TOKENS`` tokens, the grain of hits, independent of how many
 tokens a group's block holds: ``block_size`` is that number. Each group has its own events
-(``group_idx``); a recurrent group reports where a state was kept. A hash in an event is the last 8
-bytes of the pool's hash.
+(``group_idx``); recurrent groups share those of the first, which tell where a state was kept. A
+hash in an event is the last 8 bytes of the pool's hash.
 """
 
 from __future__ import annotations
