@@ -252,7 +252,10 @@ def make_decoder(
 def stated_in_full(tokenizer: Any) -> str:
     """Return a text that differs if texts may have other tokens, or chats another rendering."""
     known = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else tokenizer.get_vocab()
-    stated = [known, tokenizer.chat_template]
+    # Templates write special tokens by their roles, which tokenizer_config.json states.
+    roles = tokenizer.special_tokens_map
+    splits = getattr(tokenizer, "split_special_tokens", None)
+    stated = [known, tokenizer.chat_template, roles, splits]
     code = _own_code(type(tokenizer))
     if code or not tokenizer.is_fast:
         stated += [code, _digests_of_files(tokenizer)]
