@@ -450,8 +450,7 @@ def test_converted_weights_are_named_as_in_the_file(family: str, name: str, tmp_
 
 
 def test_a_checkpoint_in_another_dtype_than_the_model(tmp_path: Path) -> None:
-    """What is computed of weights while they load is computed in the model's dtype. Nemotron's
-    norms are stored minus one, and bfloat16 has fewer digits for the sum."""
+    """Nemotron's norms are stored minus one. The sum is the model's: bfloat16 has fewer digits."""
     folder = make_checkpoint(tmp_path, "nemotron", tokenizer=False)
     edit(folder, lambda weights: weights.update((k, v.bfloat16()) for k, v in weights.items()))
     expected = reference_run(folder, PROMPT).streams[-1]

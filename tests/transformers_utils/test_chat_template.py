@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from vllm.transformers_utils.answer_spans import chat_answers
 from vllm.transformers_utils.chat_rendering import Rendering, marks_answers
-from vllm.transformers_utils.chat_template import chat_text
+from vllm.transformers_utils.chat_template import chat_text, load_chat_template
 
 TOKENIZER: Any = PreTrainedTokenizerFast(
     tokenizer_object=Tokenizer(WordLevel({"<unk>": 0}, unk_token="<unk>")), unk_token="<unk>"
@@ -409,3 +410,15 @@ def test_rows_of_tables_are_refused_or_rendered_as_other_records() -> None:
         render(messages[:1], template, chat_template_kwargs={"x": None}, refuses_nulls=True)
     shown = "{{ x is none }}{{ messages[0].content[0].text }}"
     assert render(messages[:1], shown, chat_template_kwargs={"x": None}) == "Truehi"
+
+
+def test_a_file_of_a_template_may_be_json(tmp_path: Path) -> None:
+    """Rendered as it is, JSON would be a part of every prompt."""
+    template = "{% for m in messages %}{{ m.content }}\n{% endfor %}"
+    file = tmp_path / "chat_template.json"
+    file.write_text(json.dumps({"chat_template": template}))
+    assert load_chat_template(str(file)) == template
+    for stated in ({"chat_template": {"default": template}}, {"bos_token": "{{ 1 }}"}, [template]):
+        file.write_text(json.dumps(stated))
+        with pytest.raises(ValueError, match="is JSON whose chat_template is no text"):
+            load_chat_template(str(file))

@@ -68,7 +68,9 @@ def test_the_template_that_a_processor_was_saved_with(tmp_path: Path, file_name:
     for content, template in (
         ("{", None),
         ("[1]", None),
+        ('{"chat_template": [{"name": "default"}]}', None),
         ('{"chat_template": "{{ 1 }}"}', "{{ 1 }}"),
+        ('{"chat_template": [{"name": "a", "template": "{{ 1 }}"}]}', {"a": "{{ 1 }}"}),
     ):
         (tmp_path / file_name).write_text(content)
         assert get_tokenizer(str(tmp_path)).chat_template == template

@@ -94,12 +94,14 @@ def _processor_template(name: str, revision: str | None) -> str | dict[str, str]
     from transformers.utils import cached_file
 
     for file_name in _PROCESSOR_FILES:
-        with suppress(OSError, ValueError):  # not there, or not JSON
+        with suppress(OSError, ValueError, LookupError, TypeError):  # not there, or not such JSON
             path = cached_file(
                 name, file_name, revision=revision, _raise_exceptions_for_missing_entries=False
             )
             stated = json.loads(Path(path).read_text(encoding="utf-8")) if path else None
             template = stated.get("chat_template") if isinstance(stated, dict) else None
+            if isinstance(template, list):
+                template = {one["name"]: one["template"] for one in template}
             if isinstance(template, str | dict) and template:
                 return template
     return None
