@@ -422,3 +422,44 @@ def test_a_file_of_a_template_may_be_json(tmp_path: Path) -> None:
         file.write_text(json.dumps(stated))
         with pytest.raises(ValueError, match="is JSON whose chat_template is no text"):
             load_chat_template(str(file))
+
+
+NAMES = "{% for m in messages %}<{{ m.role }}>{{ m.content or '' }}{% endfor %}"
+OLD_CALLS = NAMES.replace("{% endfor %}", "{{ m.function_call }}{{ m.refusal }}{% endfor %}")
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({"function_call": {"name": "get", "arguments": '{"city": "Rome"}'}}, "give tool_calls"),
+        ({"function_call": {"name": "get", "arguments": {}}, "content": "So."}, "give tool_calls"),
+        ({"refusal": "I cannot."}, "the refusal: write it as the content"),
+        ({"refusal": "I <b>cannot</b>.", "content": ""}, "the refusal"),
+    ],
+)
+def test_what_other_fields_say_is_kept(fields: dict[str, Any], problem: str) -> None:
+    """OpenAI's messages say some things outside of their content."""
+    messages = [{"role": "user", "content": "Where?"}, {"role": "assistant", **fields}]
+    with pytest.raises(ValueError, match=f"message 1: .* leaves out .*{problem}"):
+        chat_text(TOKENIZER, messages, chat_template=NAMES)
+    text = chat_text(TOKENIZER, messages, chat_template=OLD_CALLS)
+    assert all(str(one) in text for one in fields.values())
+    empty = {**messages[1], "function_call": None, "refusal": None, "content": "There."}
+    chat_text(TOKENIZER, [messages[0], empty], chat_template=NAMES)
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({"audio": {"id": "a1"}}, "audio=.* is not supported: text only"),
+        ({"images": ["cat.png"]}, "images=.* is not supported"),
+        ({"tool_calls": [{"function": {"arguments": "{}"}}]}, "has no text in .name."),
+        ({"tool_calls": [{"function": {"name": " "}}]}, "has no text in .name."),
+        ({"tool_calls": [{"function": {"name": "f", "arguments": '"{}"'}}]}, "the JSON of a text"),
+    ],
+)
+def test_what_no_template_can_say_is_refused(fields: dict[str, Any], problem: str) -> None:
+    messages = [{"role": "assistant", "content": "A", **fields}]
+    with pytest.raises(ValueError, match=f"message 0: .*{problem}"):
+        chat_text(TOKENIZER, messages, chat_template=OLD_CALLS)
+    chat_text(TOKENIZER, [{"role": "user", "content": "A", "images": []}], chat_template=NAMES)

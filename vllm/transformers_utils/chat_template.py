@@ -153,7 +153,11 @@ def _is_kept(number: int, pieces: list[Piece], outline: Outline | None, text: st
 def _describe(rendering: Rendering, message: ChatMessage, piece: Piece) -> str:
     """Return what is left out, and what would work."""
     role, calls = message["role"], message.get("tool_calls", ())
+    if piece.text == str(message.get("refusal", "")).strip():
+        return "the refusal: write it as the content"
     if piece.kind == "call":
+        if not calls:
+            return "function_call: give tool_calls (and the result in a message of role 'tool')"
         if piece.part:
             return f"tool call {piece.part + 1} of {len(calls)}: give each call a message"
         if content_text(message).strip():
