@@ -106,6 +106,29 @@ def test_sharegpt(tokenizer: Any) -> None:
         assert refusal(tokenizer, {"conversations": bad}).startswith("bad messages")
 
 
+def test_calls_of_sharegpt(tokenizer: Any) -> None:
+    """A call is what the assistant says: it is marked as an answer."""
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}"
+        "{% for call in m.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}<|im_end|>\n"
+        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    options = {"chat_template": template, "positions": "mask"}
+    call, asks = {"name": "add", "arguments": {"a": 1}}, {"from": "human", "value": "1+1"}
+    for stated, functions in ((call, [call]), ([call, call], [call, call])):
+        calls = {"from": "function_call", "value": json.dumps(stated)}
+        message = {"role": "assistant", "tool_calls": [{"function": one} for one in functions]}
+        usual = [{"role": "user", "content": "1+1"}, message]
+        found = one(tokenizer, {"conversations": [asks, calls]}, **options)
+        expected = one(tokenizer, {"messages": usual}, **options)
+        assert found.token_ids.tolist() == expected.token_ids.tolist()
+        assert found.mask is not None and found.mask.any()
+        assert expected.mask is not None and found.mask.tolist() == expected.mask.tolist()
+    for bad in ("add(1)", "7", '{"arguments": {}}', None):
+        record = {"conversations": [asks, {"from": "function_call", "value": bad}]}
+        assert "message 1: " in refusal(tokenizer, record, **options), bad
+
+
 def test_named_columns_win(tokenizer: Any) -> None:
     values = {"input_ids": [1], "story": "abc", "chat": CHAT}
     assert one(tokenizer, values, prompt_column="story").token_ids.tolist() == (

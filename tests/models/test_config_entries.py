@@ -28,6 +28,7 @@ ENTRIES: list[tuple[str, str, Any, str]] = [
     ("minicpm3", "qk_rope_head_dim", 13, "qk_rope_head_dim=13 has to be even"),
     ("longcat_flash", "num_layers", -1, "num_layers=-1 has to be a whole number above 0"),
     ("gemma3_vl", "intermediate_size", -3, "intermediate_size=-3 has to be"),
+    ("llama", "quantization_config", [{}], r"quantization_config=\[{}\] has to be an object"),
     ("llama", "architectures", 1, "architectures=1 has to be a list of class names"),
     ("qwen3_5", "architectures", [None], r"architectures=\[None\] has to be a list"),
     ("llama", "architectures", "LlamaForCausalLM", "has to be a list of class names"),

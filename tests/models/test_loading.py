@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.models.checkpoints import make_checkpoint
 from tests.models.harness import ListSink, SingleRequest, floats_of, make_config
+from tests.models.oracle import reference_run
 from tests.models.stored_formats import FORMATS, quantise_checkpoint
 from vllm.model_executor.model_loader import get_model
 from vllm.model_executor.model_loader.checkpoint import iterate_shapes, iterate_weights
@@ -446,3 +447,11 @@ def test_converted_weights_are_named_as_in_the_file(family: str, name: str, tmp_
     edit(folder, remove(name))
     with pytest.raises(ValueError, match=rf"missing 1 weight\(s\): {name}"):
         load(folder)
+
+
+def test_a_checkpoint_in_another_dtype_than_the_model(tmp_path: Path) -> None:
+    """Nemotron's norms are stored minus one. The sum is the model's: bfloat16 has fewer digits."""
+    folder = make_checkpoint(tmp_path, "nemotron", tokenizer=False)
+    edit(folder, lambda weights: weights.update((k, v.bfloat16()) for k, v in weights.items()))
+    expected = reference_run(folder, PROMPT).streams[-1]
+    torch.testing.assert_close(last_stream(folder, dtype="float32"), expected, rtol=1e-4, atol=1e-3)

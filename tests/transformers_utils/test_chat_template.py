@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from vllm.transformers_utils.answer_spans import chat_answers
 from vllm.transformers_utils.chat_rendering import Rendering, marks_answers
-from vllm.transformers_utils.chat_template import chat_text
+from vllm.transformers_utils.chat_template import chat_text, load_chat_template
 
 TOKENIZER: Any = PreTrainedTokenizerFast(
     tokenizer_object=Tokenizer(WordLevel({"<unk>": 0}, unk_token="<unk>")), unk_token="<unk>"
@@ -409,3 +410,56 @@ def test_rows_of_tables_are_refused_or_rendered_as_other_records() -> None:
         render(messages[:1], template, chat_template_kwargs={"x": None}, refuses_nulls=True)
     shown = "{{ x is none }}{{ messages[0].content[0].text }}"
     assert render(messages[:1], shown, chat_template_kwargs={"x": None}) == "Truehi"
+
+
+def test_a_file_of_a_template_may_be_json(tmp_path: Path) -> None:
+    """Rendered as it is, JSON would be a part of every prompt."""
+    template = "{% for m in messages %}{{ m.content }}\n{% endfor %}"
+    file = tmp_path / "chat_template.json"
+    file.write_text(json.dumps({"chat_template": template}))
+    assert load_chat_template(str(file)) == template
+    for stated in ({"chat_template": {"default": template}}, {"bos_token": "{{ 1 }}"}, [template]):
+        file.write_text(json.dumps(stated))
+        with pytest.raises(ValueError, match="is JSON whose chat_template is no text"):
+            load_chat_template(str(file))
+
+
+NAMES = "{% for m in messages %}<{{ m.role }}>{{ m.content or '' }}{% endfor %}"
+OLD_CALLS = NAMES.replace("{% endfor %}", "{{ m.function_call }}{{ m.refusal }}{% endfor %}")
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({"function_call": {"name": "get", "arguments": '{"city": "Rome"}'}}, "give tool_calls"),
+        ({"function_call": {"name": "get", "arguments": {}}, "content": "So."}, "give tool_calls"),
+        ({"refusal": "I cannot."}, "the refusal: write it as the content"),
+        ({"refusal": "I <b>cannot</b>.", "content": ""}, "the refusal"),
+    ],
+)
+def test_what_other_fields_say_is_kept(fields: dict[str, Any], problem: str) -> None:
+    """OpenAI's messages say some things outside of their content."""
+    messages = [{"role": "user", "content": "Where?"}, {"role": "assistant", **fields}]
+    with pytest.raises(ValueError, match=f"message 1: .* leaves out .*{problem}"):
+        chat_text(TOKENIZER, messages, chat_template=NAMES)
+    text = chat_text(TOKENIZER, messages, chat_template=OLD_CALLS)
+    assert all(str(one) in text for one in fields.values())
+    empty = {**messages[1], "function_call": None, "refusal": None, "content": "There."}
+    chat_text(TOKENIZER, [messages[0], empty], chat_template=NAMES)
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({"audio": {"id": "a1"}}, "audio=.* is not supported: text only"),
+        ({"images": ["cat.png"]}, "images=.* is not supported"),
+        ({"tool_calls": [{"function": {"arguments": "{}"}}]}, "has no text in .name."),
+        ({"tool_calls": [{"function": {"name": " "}}]}, "has no text in .name."),
+        ({"tool_calls": [{"function": {"name": "f", "arguments": '"{}"'}}]}, "the JSON of a text"),
+    ],
+)
+def test_what_no_template_can_say_is_refused(fields: dict[str, Any], problem: str) -> None:
+    messages = [{"role": "assistant", "content": "A", **fields}]
+    with pytest.raises(ValueError, match=f"message 0: .*{problem}"):
+        chat_text(TOKENIZER, messages, chat_template=OLD_CALLS)
+    chat_text(TOKENIZER, [{"role": "user", "content": "A", "images": []}], chat_template=NAMES)

@@ -11,6 +11,7 @@ import pytest
 from transformers import LlamaConfig, Qwen2Config
 
 from tests.engine.frontend_harness import byte_level_tokenizer, make_config
+from vllm.transformers_utils.chat_template import render_chat
 from vllm.transformers_utils.tokenizer import get_tokenizer, load_tokenizer, stated_in_full
 
 
@@ -67,7 +68,9 @@ def test_the_template_that_a_processor_was_saved_with(tmp_path: Path, file_name:
     for content, template in (
         ("{", None),
         ("[1]", None),
+        ('{"chat_template": [{"name": "default"}]}', None),
         ('{"chat_template": "{{ 1 }}"}', "{{ 1 }}"),
+        ('{"chat_template": [{"name": "a", "template": "{{ 1 }}"}]}', {"a": "{{ 1 }}"}),
     ):
         (tmp_path / file_name).write_text(content)
         assert get_tokenizer(str(tmp_path)).chat_template == template
@@ -132,3 +135,29 @@ def test_what_a_tokenizer_with_its_own_code_depends_on(
     for change in ({"step": 2}, {"shift": 3}, {"rules": "abcde"}):
         ids, stated = made("first", **change)
         assert ids != before[0] and stated != before[1], change
+
+
+def test_what_a_tokenizer_depends_on_beside_its_words(tmp_path: Path) -> None:
+    """Settings of tokenizer_config.json change chats and tokens, but not tokenizer.json."""
+    saved = byte_level_tokenizer()
+    saved.chat_template = "{{ bos_token }}{{ messages[0].content }}{{ eos_token }}{{ pad_token }}"
+    saved.save_pretrained(tmp_path)
+    file = tmp_path / "tokenizer_config.json"
+    settings = json.loads(file.read_text())
+
+    def made(**changes: Any) -> tuple[Any, str]:
+        file.write_text(json.dumps({**settings, **changes}))
+        tokenizer: Any = get_tokenizer(str(tmp_path))
+        prompt = render_chat(tokenizer, [{"role": "user", "content": "hello <|im|>"}])
+        return prompt, stated_in_full(tokenizer)
+
+    before = made()
+    assert made() == before
+    for change in (
+        {"bos_token": "<|end|>"},
+        {"eos_token": "<|im|>"},
+        {"pad_token": "<|end|>"},
+        {"split_special_tokens": True},
+    ):
+        prompt, stated = made(**change)
+        assert prompt != before[0] and stated != before[1], change

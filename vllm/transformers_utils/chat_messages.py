@@ -15,6 +15,8 @@ ContentFormat = Literal["auto", "string", "openai"]
 """The form of content for templates: one string, a list of parts, or the form that they read."""
 
 _TEXT_KINDS = ("text", "input_text", "output_text")
+_OTHER_MEDIA = ("audio", "audios", "image", "images", "video", "videos")
+"""Fields of a message for what is no text, as some clients and data sets have them."""
 
 
 class ContentForm(NamedTuple):
@@ -59,6 +61,8 @@ def check_messages(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
             )
         copy = _without_nulls(message)
         try:
+            for field in filter(copy.get, _OTHER_MEDIA):
+                raise ValueError(f"{field}={brief(copy[field])} is not supported: text only")
             if "content" in copy:
                 copy["content"] = _check_content(copy["content"])
             if calls := copy.pop("tool_calls", None):
@@ -126,12 +130,19 @@ def _check_call(call: object) -> dict[str, Any]:
     """Check one call. ValueError also for arguments that are a text, but not JSON."""
     if not isinstance(call, Mapping) or not isinstance(call.get("function"), Mapping):
         raise ValueError(f'tool call {brief(call)}: has to be a dict with a "function"')
-    arguments = call["function"].get("arguments")
+    name, arguments = (call["function"].get(key) for key in ("name", "arguments"))
+    if not isinstance(name, str) or not name.strip():
+        raise ValueError(f'tool call {brief(call)}: its function has no text in "name"')
     if isinstance(arguments, str) and arguments.strip():
         try:
-            parse_json(arguments)
+            stated = parse_json(arguments)
         except ValueError as error:
             raise ValueError(f"arguments of a tool call are not JSON: {error}") from error
+        if isinstance(stated, str):
+            raise ValueError(
+                f"arguments of a tool call are the JSON of a text, {brief(arguments)}: give that "
+                "of an object"
+            )
     return {**_without_nulls(call), "function": _without_nulls(call["function"])}
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
 from vllm.transformers_utils.chat_messages import ChatMessage
@@ -144,6 +144,11 @@ class _Marking:
         elif "tool_call_id" in message:
             called = message["tool_call_id"]
             marked["tool_call_id"] = self._ids.get(str(called), called)
+        if isinstance(refusal := message.get("refusal"), str):
+            marked["refusal"] = self._mark_text(refusal, position, "text")
+        if isinstance(function := message.get("function_call"), Mapping):
+            call = self._mark_call({"function": function}, position, 0)
+            marked["function_call"] = call["function"]
         return marked
 
     def _mark_text(

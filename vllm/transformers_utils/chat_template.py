@@ -23,7 +23,7 @@ from vllm.transformers_utils.chat_rendering import (
 )
 from vllm.transformers_utils.tokenizer import TokenizerLike
 from vllm.utils.regular_files import is_regular, open_regular
-from vllm.utils.text import brief, check_text
+from vllm.utils.text import brief, check_text, parse_json
 
 _MOST_BYTES = 16 << 20
 """Size of the largest file of a template that is read."""
@@ -40,7 +40,7 @@ def load_chat_template(value: str | None) -> str | None:
     text = value = os.fspath(value)
     try:
         if is_regular(value):
-            text = open_regular(value, _MOST_BYTES).read().decode()
+            text = _template_in(open_regular(value, _MOST_BYTES).read().decode())
         elif "{" not in value:
             raise ValueError(
                 "there is no such file, and it is not a template either (a Jinja template holds "
@@ -50,6 +50,19 @@ def load_chat_template(value: str | None) -> str | None:
     except (OSError, ValueError) as error:
         raise ValueError(f"chat_template={brief(value)}: {error}") from None
     return text
+
+
+def _template_in(text: str) -> str:
+    """Return the template in the text of a file: a template, or JSON as checkpoints have it
+    (chat_template.json, tokenizer_config.json). ValueError: JSON without one template."""
+    try:
+        stated = parse_json(text)
+    except ValueError:
+        return text
+    template = stated.get("chat_template") if isinstance(stated, Mapping) else None
+    if not isinstance(template, str):
+        raise ValueError("the file is JSON whose chat_template is no text; give a Jinja file")
+    return template
 
 
 def as_conversations(
@@ -140,7 +153,11 @@ def _is_kept(number: int, pieces: list[Piece], outline: Outline | None, text: st
 def _describe(rendering: Rendering, message: ChatMessage, piece: Piece) -> str:
     """Return what is left out, and what would work."""
     role, calls = message["role"], message.get("tool_calls", ())
+    if piece.text == str(message.get("refusal", "")).strip():
+        return "the refusal: write it as the content"
     if piece.kind == "call":
+        if not calls:
+            return "function_call: give tool_calls (and the result in a message of role 'tool')"
         if piece.part:
             return f"tool call {piece.part + 1} of {len(calls)}: give each call a message"
         if content_text(message).strip():

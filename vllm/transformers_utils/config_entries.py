@@ -51,6 +51,8 @@ def check_entries(content: Mapping[str, Any]) -> None:
             check_entries(value)
         is_list = isinstance(value, list) and all(isinstance(one, str) for one in value)
         is_text = isinstance(value, str) and value
+        if name == "quantization_config" and isinstance(value, list | str | int | float):
+            raise ValueError(f"config.json: {name}={value!r} has to be an object")
         if name == "model_type" and not isinstance(value, str):
             raise ValueError(f"config.json: {name}={value!r} has to be a text")
         if name in ("dtype", "torch_dtype") and value is not None and not is_text:

@@ -94,12 +94,14 @@ def _processor_template(name: str, revision: str | None) -> str | dict[str, str]
     from transformers.utils import cached_file
 
     for file_name in _PROCESSOR_FILES:
-        with suppress(OSError, ValueError):  # not there, or not JSON
+        with suppress(OSError, ValueError, LookupError, TypeError):  # not there, or not such JSON
             path = cached_file(
                 name, file_name, revision=revision, _raise_exceptions_for_missing_entries=False
             )
             stated = json.loads(Path(path).read_text(encoding="utf-8")) if path else None
             template = stated.get("chat_template") if isinstance(stated, dict) else None
+            if isinstance(template, list):
+                template = {one["name"]: one["template"] for one in template}
             if isinstance(template, str | dict) and template:
                 return template
     return None
@@ -252,7 +254,10 @@ def make_decoder(
 def stated_in_full(tokenizer: Any) -> str:
     """Return a text that differs if texts may have other tokens, or chats another rendering."""
     known = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else tokenizer.get_vocab()
-    stated = [known, tokenizer.chat_template]
+    # Templates write special tokens by their roles, which tokenizer_config.json states.
+    roles = tokenizer.special_tokens_map
+    splits = getattr(tokenizer, "split_special_tokens", None)
+    stated = [known, tokenizer.chat_template, roles, splits]
     code = _own_code(type(tokenizer))
     if code or not tokenizer.is_fast:
         stated += [code, _digests_of_files(tokenizer)]

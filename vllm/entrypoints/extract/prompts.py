@@ -22,6 +22,7 @@ from vllm.transformers_utils.tokenizer import (
     is_certainly_longer,
     start_of,
 )
+from vllm.utils.text import parse_json
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -380,6 +381,19 @@ def _as_message(message: Any) -> Any:
         return message
     kept = {key: value for key, value in message.items() if value is not None or key == "content"}
     if "from" in kept and "role" not in kept:
-        role = kept.pop("from")
-        kept |= {"role": _SHAREGPT_ROLES.get(role, role), "content": kept.pop("value", None)}
+        role, value = kept.pop("from"), kept.pop("value", None)
+        if role == "function_call":
+            return kept | {"role": "assistant", "tool_calls": _calls_in(value)}
+        kept |= {"role": _SHAREGPT_ROLES.get(role, role), "content": value}
     return kept
+
+
+def _calls_in(value: Any) -> Any:
+    """Return the tool calls that ShareGPT's text states as JSON: one or a list. Another text is
+    returned as a call, which the check of messages refuses."""
+    try:
+        stated = parse_json(value)
+    except (ValueError, TypeError):
+        return [value]
+    calls = stated if isinstance(stated, list) else [stated]
+    return [{"type": "function", "function": call} for call in calls]
