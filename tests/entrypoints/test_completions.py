@@ -15,6 +15,7 @@ from tests.engine.harness import greedy, random_prompts
 from tests.entrypoints.live_server import live_server
 from tests.models.checkpoints import NUM_BYTES, SPECIAL_TOKENS
 from vllm import LLM, SamplingParams
+from vllm.entrypoints.openai.cli_args import ServerSettings
 
 GREEDY = {"temperature": 0, "ignore_eos": True}
 
@@ -218,6 +219,30 @@ def test_the_operator_sets_defaults_and_the_most_output_tokens(
         assert answer["usage"]["completion_tokens"] == 3
         none = complete(http, prompt="abc", max_tokens=0, echo=True)
         assert none["choices"][0]["text"] == "abc"
+
+
+def test_usage_tells_how_many_tokens_were_found(tiny_llama: Path, tmp_path: Path) -> None:
+    settings = ServerSettings(enable_prompt_tokens_details=True)
+    prompts = [one["prompt_token_ids"] for one in random_prompts(3, [40, 23])]
+    with (
+        live_server(tiny_llama, tmp_path, layers=None, settings=settings) as server,
+        server.client() as http,
+    ):
+        for num_cached in (0, 32 + 16):
+            usage = complete(http, prompt=prompts, max_tokens=2, **GREEDY)["usage"]
+            assert usage["prompt_tokens_details"] == {"cached_tokens": num_cached}
+        options = {"include_usage": True, "continuous_usage_stats": True}
+        body = {"prompt": prompts, "max_tokens": 2, "stream": True, "stream_options": options}
+        lines = http.post("/v1/completions", json=body).text.split("\n\n")
+        usages = [json.loads(line[6:])["usage"] for line in lines if line.startswith("data: {")]
+        found = [(one["prompt_tokens"], one["prompt_tokens_details"]) for one in usages]
+        assert found[-1] == (63, {"cached_tokens": 48})
+        assert {(length, count["cached_tokens"]) for length, count in found[:-1]} == {
+            (40, 32),
+            (23, 16),
+        }
+        rows = complete(http, prompt=prompts[0], max_tokens=0, hidden_states={"layers": [1]})
+        assert rows["usage"]["prompt_tokens_details"] is None
 
 
 def test_stop_strings_and_stop_tokens(http: httpx.Client, reference: LLM) -> None:

@@ -154,6 +154,9 @@ class ServerSettings:
     strict_requests: bool = False
     """Refuse requests with fields that are not known, or with unknown keys of kv_transfer_params.
     Default: they have no effect, of which the log and the reply's warnings tell."""
+    enable_prompt_tokens_details: bool = False
+    """Tell in the usage of an answer how many tokens of its prompts were found in the prefix cache,
+    or loaded (prompt_tokens_details.cached_tokens)."""
     enable_scale_out: bool = False
     """Accepted for existing launchers, without effect: the render endpoints are always on."""
     weight_transfer_config: Annotated[

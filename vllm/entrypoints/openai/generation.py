@@ -363,12 +363,19 @@ class Generation(ABC, Generic[BodyT]):
             **self.in_every_answer(),
             choices=choices,
             system_fingerprint=self.state.system_fingerprint,
-            usage=Usage.of(num_prompt_tokens, num_tokens),
+            usage=Usage.of(num_prompt_tokens, num_tokens, self._num_cached(outputs)),
             warnings=self._warnings or None,
             kv_transfer_params=choices[0].kv_transfer_params,
             **self.more_of_reply(outputs[0]),
         )
         return reply
+
+    def _num_cached(self, outputs: Iterable[RequestOutput]) -> int | None:
+        """Count the tokens of the prompts that were not computed; None: not known, or not told."""
+        counts = [output.num_cached_tokens for output in outputs]
+        known = [count for count in counts if count is not None]
+        is_told = self.state.settings.enable_prompt_tokens_details and len(known) == len(counts)
+        return sum(known) if is_told else None
 
     def _news_of(self, prompt_index: int, output: RequestOutput) -> Iterator[News]:
         first = prompt_index * (self.body.n or 1)
@@ -432,17 +439,23 @@ class Generation(ABC, Generic[BodyT]):
         always = options.include_usage and options.continuous_usage_stats
         extraction = self.extraction
         source = self._outputs() if extraction is None else self._outputs_with_rows(extraction)
+        latest: dict[int, RequestOutput] = {}
         async with aclosing(source) as outputs:
             async for prompt_index, output in outputs:
+                latest[prompt_index] = output
                 for news in self._news_of(prompt_index, output):
                     for chunk in self._chunks_of(news):
                         if always:
-                            num_prompt_tokens = len(output.prompt_token_ids or ())
-                            chunk.usage = Usage.of(num_prompt_tokens, self._num_tokens[news.choice])
+                            chunk.usage = Usage.of(
+                                len(output.prompt_token_ids or ()),
+                                self._num_tokens[news.choice],
+                                self._num_cached([output]),
+                            )
                         yield chunk
         if options.include_usage:
             lengths = [len(prompt.token_ids or ()) for prompt in self.prompts]
-            usage = Usage.of(sum(lengths), self._num_tokens.total())
+            num_cached = self._num_cached(latest.values())
+            usage = Usage.of(sum(lengths), self._num_tokens.total(), num_cached)
             yield self.make_chunk([], usage=usage, kv_transfer_params=self._first_params)
 
     def _chunks_of(self, news: News) -> Iterator[Chunk]:

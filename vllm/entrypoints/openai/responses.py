@@ -20,22 +20,34 @@ class Described(BaseModel):
     model_config = ConfigDict(use_attribute_docstrings=True)
 
 
+class PromptTokensDetails(Described):
+    """Parts of the prompt tokens."""
+
+    cached_tokens: int
+    """Tokens that were found in the prefix cache, or loaded."""
+
+
 class Usage(Described):
     """Counts of tokens."""
 
     prompt_tokens: int
     total_tokens: int
     completion_tokens: int
-    prompt_tokens_details: None = None
+    prompt_tokens_details: PromptTokensDetails | None = None
     completion_tokens_details: None = None
 
     @classmethod
-    def of(cls, num_prompt_tokens: int, num_completion_tokens: int) -> Usage:
-        """Make the usage of these counts, with their sum."""
+    def of(
+        cls, num_prompt_tokens: int, num_completion_tokens: int, num_cached: int | None = None
+    ) -> Usage:
+        """Make the usage of these counts, with their sum; ``num_cached`` None: it is not told."""
         return cls(
             prompt_tokens=num_prompt_tokens,
             total_tokens=num_prompt_tokens + num_completion_tokens,
             completion_tokens=num_completion_tokens,
+            prompt_tokens_details=(
+                None if num_cached is None else PromptTokensDetails(cached_tokens=num_cached)
+            ),
         )
 
 
