@@ -156,8 +156,6 @@ TARGETS = {
     "decode-mamba-16": _decode("Nemotron-H", MAMBA, 16),
 }
 """Ratios: speed of this engine over the rival's."""
-NOT_MEASURED = frozenset((name, "bound with attention") for name in ("long-hybrid", "long-dense"))
-"""Targets and rivals of which benchmarks/results has no figures yet."""
 
 
 ALONE: dict[str, Callable[[int], Iterator[Row]]] = {
