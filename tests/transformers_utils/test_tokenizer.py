@@ -59,21 +59,29 @@ def test_skipped_and_unknown_mode(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("file_name", ["chat_template.json", "processor_config.json"])
-def test_the_template_that_a_processor_was_saved_with(tmp_path: Path, file_name: str) -> None:
+def test_the_template_that_a_processor_was_saved_with(
+    tmp_path: Path,
+    file_name: str,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     saved = byte_level_tokenizer()
     saved.chat_template = None
     LlamaConfig(vocab_size=320).save_pretrained(tmp_path)
     saved.save_pretrained(tmp_path)
     assert get_tokenizer(str(tmp_path)).chat_template is None
-    for content, template in (
-        ("{", None),
-        ("[1]", None),
-        ('{"chat_template": [{"name": "default"}]}', None),
-        ('{"chat_template": "{{ 1 }}"}', "{{ 1 }}"),
-        ('{"chat_template": [{"name": "a", "template": "{{ 1 }}"}]}', {"a": "{{ 1 }}"}),
+    for content, template, warning in (
+        ("{", None, "has no chat template that can be read: JSONDecodeError: Expecting property"),
+        ("[1]", None, ""),
+        ('{"chat_template": [{"name": "default"}]}', None, "can be read: KeyError: 'template'"),
+        ('{"chat_template": "{{ 1 }}"}', "{{ 1 }}", ""),
+        ('{"chat_template": [{"name": "a", "template": "{{ 1 }}"}]}', {"a": "{{ 1 }}"}, ""),
     ):
         (tmp_path / file_name).write_text(content)
+        caplog.clear()
         assert get_tokenizer(str(tmp_path)).chat_template == template
+        assert warning in caplog.text and bool(warning) == (file_name in caplog.text)
     saved.chat_template = "{{ 2 }}"
     saved.save_pretrained(tmp_path)
     assert get_tokenizer(str(tmp_path)).chat_template == "{{ 2 }}"

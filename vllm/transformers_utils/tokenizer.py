@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 
 from vllm.logger import init_logger
 from vllm.utils.regular_files import check_files
+from vllm.utils.text import message_of
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
@@ -94,7 +95,7 @@ def _processor_template(name: str, revision: str | None) -> str | dict[str, str]
     from transformers.utils import cached_file
 
     for file_name in _PROCESSOR_FILES:
-        with suppress(OSError, ValueError, LookupError, TypeError):  # not there, or not such JSON
+        try:
             path = cached_file(
                 name, file_name, revision=revision, _raise_exceptions_for_missing_entries=False
             )
@@ -104,6 +105,13 @@ def _processor_template(name: str, revision: str | None) -> str | dict[str, str]
                 template = {one["name"]: one["template"] for one in template}
             if isinstance(template, str | dict) and template:
                 return template
+        except OSError:  # it is not there
+            continue
+        except (ValueError, LookupError, TypeError) as error:
+            logger.warning(
+                "%s of %s has no chat template that can be read: %s: %s",
+                *(file_name, name, type(error).__name__, message_of(error)),
+            )
     return None
 
 
