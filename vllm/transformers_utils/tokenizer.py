@@ -264,7 +264,7 @@ def stated_in_full(tokenizer: Any) -> str:
     known = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else tokenizer.get_vocab()
     # Templates write special tokens by their roles, which tokenizer_config.json states.
     roles = tokenizer.special_tokens_map
-    splits = getattr(tokenizer, "split_special_tokens", None)
+    splits = tokenizer.split_special_tokens
     stated = [known, tokenizer.chat_template, roles, splits]
     code = _own_code(type(tokenizer))
     if code or not tokenizer.is_fast:
