@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.engine.harness import engine, greedy
 from tests.grids import at_night
+from tests.models import every_family, zoo
 from tests.models.checkpoints import FAMILIES, make_checkpoint, make_transformers_model
 from tests.models.harness import ListSink, SingleRequest, make_config
 from tests.models.oracle import reference_run, relative_error
@@ -127,6 +128,26 @@ def test_rows_without_an_lm_head(family: str, kind: str, model_impl: str, tmp_pa
         for count in (2, -1):  # the head's values would be made up
             with pytest.raises(ValueError, match=problem):
                 list(llm.extract(prompts, layers=1, top_logprobs=count))
+
+
+@pytest.mark.parametrize("kind", ["Model", "ForSequenceClassification"])
+def test_rows_without_a_head_of_several_layers(kind: str, tmp_path: Path) -> None:
+    """ModernBERT's decoder: layers stand before its LM head, and before its classifier."""
+    whole = zoo.make_checkpoint(tmp_path / "whole", "modernbert-decoder")
+    other = getattr(transformers, f"ModernBertDecoder{kind}")(whole.config)
+    base = other if kind == "Model" else other.base_model
+    base.load_state_dict(whole.base_model.state_dict())
+    other.save_pretrained(tmp_path / "other")
+    streams = every_family.streams_of(whole, PROMPT)
+    with engine(tmp_path / "other", max_model_len=128) as llm:
+        prompts: Any = [{"prompt_token_ids": PROMPT}]
+        (sample,) = llm.extract(prompts, layers=list(range(len(streams))))
+        for rows, stream in zip(sample.hidden_states.unbind(1), streams, strict=True):
+            assert relative_error(rows, stream) <= MOST_ERROR
+        with pytest.raises(ValueError, match=r"no decoder\.bias, .*lm_head\.dense\.weight"):
+            llm.generate(prompts, greedy(2), use_tqdm=False)
+        with pytest.raises(ValueError, match=r"no v_head|head\.dense\.weight, .*which is no head"):
+            llm.classify(prompts)
 
 
 @pytest.mark.parametrize("model_impl", ["auto", "transformers"])

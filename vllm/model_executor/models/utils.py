@@ -46,6 +46,8 @@ LLAVA_PREFIXES: Mapping[str, str] = {
 
 CLASSIFIERS = ("score.", "classifier.")
 """Prefixes of the heads that classify sequences or tokens."""
+BEFORE_CLASSIFIERS = ("head.",)
+"""Prefixes of layers that some modules of transformers have before the classifier."""
 VALUE_HEAD = "v_head."
 """Prefix of the value head that TRL stores beside an LM head."""
 _MOST_NAMES_SHOWN = 8

@@ -30,7 +30,12 @@ from vllm.model_executor.model_loader.checkpoint import (
 )
 from vllm.model_executor.model_loader.stored_weights import dequantise_all, stored_weights
 from vllm.model_executor.model_loader.weight_utils import check_dtype, each_once
-from vllm.model_executor.models.utils import DERIVED_SUFFIXES, is_zero_bias, other_heads
+from vllm.model_executor.models.utils import (
+    BEFORE_CLASSIFIERS,
+    DERIVED_SUFFIXES,
+    is_zero_bias,
+    other_heads,
+)
 from vllm.model_executor.transformers_modules.boundaries import (
     NotServableError,
     find_decoder_layers,
@@ -174,6 +179,7 @@ def wanted_by(model_config: ModelConfig, model: Any) -> Wanted:
     prefixes = ("", "model.", "model.language_model.")
     unused = tuple(f"{one}layers.{num_layers + i}." for one in prefixes for i in range(num_further))
     unused += other_heads(model_config.has_other_head)
+    unused += BEFORE_CLASSIFIERS if model_config.has_other_head else ()
     # Its other patterns hold only for names that it has no place for.
     ignored = [one for one in model._keys_to_ignore_on_load_unexpected or () if "mtp" in one]
     is_part = is_language_part(model_config)
@@ -191,8 +197,7 @@ def _let_head_be_missing(
 ) -> None:
     """Take the LM head out of a report's missing tensors if the checkpoint is that of a model
     without one, and note that in the model."""
-    head = model.get_output_embeddings()
-    names = set() if head is None else {id(each) for each in head.parameters()}
+    names = _outside_body(model)
     missing, known = set(report.get("missing_keys") or ()), dict(model.named_parameters())
     is_bare = model_config.has_other_head or not any(
         name.startswith(f"{model.base_model_prefix}.") for name in tensors
@@ -200,6 +205,14 @@ def _let_head_be_missing(
     if missing and is_bare and all(id(known.get(name)) in names for name in missing):
         model.why_no_head = f"the checkpoint has no {', '.join(sorted(missing))}"
         report["missing_keys"] = []
+
+
+def _outside_body(model: Any) -> set[int]:
+    """Return the ids of the parameters of the LM head alone. Some heads have several layers."""
+    body, head = model.base_model, model
+    if body is model:
+        body, head = model.get_input_embeddings(), model.get_output_embeddings() or nn.Module()
+    return {id(one) for one in head.parameters()} - {id(one) for one in body.parameters()}
 
 
 def _from_weights(
