@@ -35,7 +35,7 @@ _AROUND_OTHERS = frozenset(
 """Architectures whose text model has no causal class in transformers, but one in this engine."""
 _MODEL = re.compile(
     r"(model\.)?language_model\.(model\.)?(?!lm_head\.)|(model\.)?language_model\.(?=lm_head\.)"
-    r"|model\.text_model\.|model\.(?=(embed_tokens|layers|norm)\.)|(?=lm_head\.)"
+    r"|(model\.)?text_model\.|model\.(?=(embed_tokens|layers|norm)\.)|(?=lm_head\.)"
 )
 """Prefixes of the names of the language model's tensors, in old checkpoints and in new ones."""
 _BESIDE = re.compile(
