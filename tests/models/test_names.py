@@ -71,6 +71,15 @@ def test_the_base_of_names_may_be_missing_or_there_twice(family: str, tmp_path: 
         assert torch.equal(rows, stream)
 
 
+def test_names_of_the_text_model_alone_under_the_config_of_the_whole(tmp_path: Path) -> None:
+    """Gemma 4, whose norms have other names here, one of which is that of another norm there."""
+    folder = make_checkpoint(tmp_path, "gemma4_vl", tokenizer=False)
+    expected = streams_of(folder)
+    rename(folder, ("model.language_model.", "model."))
+    for rows, stream in zip(streams_of(folder), expected, strict=True):
+        assert torch.equal(rows, stream)
+
+
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
 def test_a_text_model_that_was_cut_out_of_the_whole(family: str, tmp_path: Path) -> None:
     """Its names are those inside the whole model, which transformers reads for these configs."""
@@ -139,11 +148,15 @@ def test_rows_without_a_head_of_several_layers(kind: str, tmp_path: Path) -> Non
     base.load_state_dict(whole.base_model.state_dict())
     other.save_pretrained(tmp_path / "other")
     streams = every_family.streams_of(whole, PROMPT)
+    with torch.no_grad():
+        last = whole.model(torch.tensor([PROMPT])).last_hidden_state[0, -1]
     with engine(tmp_path / "other", max_model_len=128) as llm:
         prompts: Any = [{"prompt_token_ids": PROMPT}]
         (sample,) = llm.extract(prompts, layers=list(range(len(streams))))
         for rows, stream in zip(sample.hidden_states.unbind(1), streams, strict=True):
             assert relative_error(rows, stream) <= MOST_ERROR
+        (vector,) = llm.embed(prompts, normalize=False)
+        assert relative_error(torch.tensor(vector.outputs.embedding), last) <= MOST_ERROR
         with pytest.raises(ValueError, match=r"no decoder\.bias, .*lm_head\.dense\.weight"):
             llm.generate(prompts, greedy(2), use_tqdm=False)
         with pytest.raises(ValueError, match=r"no v_head|head\.dense\.weight, .*which is no head"):
