@@ -71,6 +71,17 @@ def test_the_base_of_names_may_be_missing_or_there_twice(family: str, tmp_path: 
         assert torch.equal(rows, stream)
 
 
+def test_an_encoder_and_layers_under_repeated_prefixes(tmp_path: Path) -> None:
+    """As some releases of transformers saved Qwen3.5, and as derived checkpoints have it."""
+    folder = make_checkpoint(tmp_path, "qwen3_5_vl", tokenizer=False)
+    expected = streams_of(folder)
+    rename(folder, ("model.visual.", "model.language_model.visual."))
+    for _ in range(2):
+        for rows, stream in zip(streams_of(folder), expected, strict=True):
+            assert torch.equal(rows, stream)
+        rename(folder, ("model.language_model.", "model.language_model.language_model."))
+
+
 def test_names_of_the_text_model_alone_under_the_config_of_the_whole(tmp_path: Path) -> None:
     """Gemma 4, whose norms have other names here, one of which is that of another norm there."""
     folder = make_checkpoint(tmp_path, "gemma4_vl", tokenizer=False)
@@ -88,6 +99,7 @@ def test_a_text_model_that_was_cut_out_of_the_whole(family: str, tmp_path: Path)
     rename(folder, ("model.", "model.language_model."))
     path = folder / "model.safetensors"
     beside = {"model.visual.patch_embed.proj.weight": torch.ones(3), "mtp.fc.weight": torch.ones(2)}
+    beside["model.language_model.visual.blocks.0.norm1.weight"] = torch.ones(5)
     save_file(load_file(path) | beside, path, metadata={"format": "pt"})
     for rows, stream in zip(streams_of(folder), expected, strict=True):
         assert torch.equal(rows, stream)
