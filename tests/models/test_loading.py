@@ -171,6 +171,27 @@ def test_two_spellings_of_a_name_are_an_error(model_impl: str, folder: Path) -> 
 
 
 @pytest.mark.parametrize("model_impl", ["vllm", "transformers"])
+@pytest.mark.parametrize("name", [K_PROJ, "model.norm.weight", "lm_head.weight"])
+def test_a_name_with_the_base_once_more_is_an_error(
+    model_impl: str, name: str, folder: Path
+) -> None:
+    edit(folder, lambda weights: weights.update({f"model.{name}": -weights[name]}))
+    with pytest.raises(ValueError, match=rf"'{name}' \(as .* is in the checkpoint twice"):
+        load(folder, model_impl=model_impl)
+
+
+@pytest.mark.parametrize("model_impl", ["vllm", "transformers"])
+def test_experts_in_one_tensor_and_by_themselves_are_an_error(
+    model_impl: str, tmp_path: Path
+) -> None:
+    make_checkpoint(tmp_path, "olmoe", tokenizer=False)
+    name = "model.layers.1.mlp.experts.gate_up_proj"
+    edit(tmp_path, lambda weights: weights.update({name: torch.ones(6, 2 * 136, 96)}))
+    with pytest.raises(ValueError, match=rf"'{name}' \(as .* twice|no place for: .*gate_proj"):
+        load(tmp_path, model_impl=model_impl)
+
+
+@pytest.mark.parametrize("model_impl", ["vllm", "transformers"])
 def test_a_float_copy_beside_a_quantised_weight_is_an_error(model_impl: str, folder: Path) -> None:
     """Nobody can tell which of them is out of date."""
     quantised, _ = quantise_checkpoint(folder, FORMATS["gptq"])

@@ -72,6 +72,17 @@ def test_the_head_of_the_language_model(prefix: str) -> None:
     assert name_in_language_part(f"{prefix}lm_head.weight") == "lm_head.weight"
 
 
+def test_the_bare_model_names_its_language_model_as_idefics_does(tmp_path: Path) -> None:
+    model = multimodal.make_checkpoint(tmp_path / "whole", "idefics3")
+    model.base_model.save_pretrained(tmp_path / "bare")
+    ids = [5, 6, 7, 80]
+    with engine(tmp_path / "bare", skip_tokenizer_init=True, max_model_len=64) as llm:
+        expected = streams_of(model, ids)
+        (sample,) = llm.extract([{"prompt_token_ids": ids}], layers=list(range(len(expected))))
+        for rows, stream in zip(sample.hidden_states.unbind(1), expected, strict=True):
+            assert relative_error(rows, stream) <= 1e-4
+
+
 def test_gemma_3n_as_published_hands_on_all_its_streams(tmp_path: Path) -> None:
     """A row is the four streams of a token, one after another; some layers read others' keys."""
     kinds = ["sliding_attention", "full_attention"] * 2

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.engine.harness import engine, greedy
 from tests.grids import at_night
+from tests.models import every_family, zoo
 from tests.models.checkpoints import FAMILIES, make_checkpoint, make_transformers_model
 from tests.models.harness import ListSink, SingleRequest, make_config
 from tests.models.oracle import reference_run, relative_error
@@ -70,6 +71,26 @@ def test_the_base_of_names_may_be_missing_or_there_twice(family: str, tmp_path: 
         assert torch.equal(rows, stream)
 
 
+def test_an_encoder_and_layers_under_repeated_prefixes(tmp_path: Path) -> None:
+    """As some releases of transformers saved Qwen3.5, and as derived checkpoints have it."""
+    folder = make_checkpoint(tmp_path, "qwen3_5_vl", tokenizer=False)
+    expected = streams_of(folder)
+    rename(folder, ("model.visual.", "model.language_model.visual."))
+    for _ in range(2):
+        for rows, stream in zip(streams_of(folder), expected, strict=True):
+            assert torch.equal(rows, stream)
+        rename(folder, ("model.language_model.", "model.language_model.language_model."))
+
+
+def test_names_of_the_text_model_alone_under_the_config_of_the_whole(tmp_path: Path) -> None:
+    """Gemma 4, whose norms have other names here, one of which is that of another norm there."""
+    folder = make_checkpoint(tmp_path, "gemma4_vl", tokenizer=False)
+    expected = streams_of(folder)
+    rename(folder, ("model.language_model.", "model."))
+    for rows, stream in zip(streams_of(folder), expected, strict=True):
+        assert torch.equal(rows, stream)
+
+
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
 def test_a_text_model_that_was_cut_out_of_the_whole(family: str, tmp_path: Path) -> None:
     """Its names are those inside the whole model, which transformers reads for these configs."""
@@ -78,6 +99,7 @@ def test_a_text_model_that_was_cut_out_of_the_whole(family: str, tmp_path: Path)
     rename(folder, ("model.", "model.language_model."))
     path = folder / "model.safetensors"
     beside = {"model.visual.patch_embed.proj.weight": torch.ones(3), "mtp.fc.weight": torch.ones(2)}
+    beside["model.language_model.visual.blocks.0.norm1.weight"] = torch.ones(5)
     save_file(load_file(path) | beside, path, metadata={"format": "pt"})
     for rows, stream in zip(streams_of(folder), expected, strict=True):
         assert torch.equal(rows, stream)
@@ -127,6 +149,30 @@ def test_rows_without_an_lm_head(family: str, kind: str, model_impl: str, tmp_pa
         for count in (2, -1):  # the head's values would be made up
             with pytest.raises(ValueError, match=problem):
                 list(llm.extract(prompts, layers=1, top_logprobs=count))
+
+
+@pytest.mark.parametrize("kind", ["Model", "ForSequenceClassification"])
+def test_rows_without_a_head_of_several_layers(kind: str, tmp_path: Path) -> None:
+    """ModernBERT's decoder: layers stand before its LM head, and before its classifier."""
+    whole = zoo.make_checkpoint(tmp_path / "whole", "modernbert-decoder")
+    other = getattr(transformers, f"ModernBertDecoder{kind}")(whole.config)
+    base = other if kind == "Model" else other.base_model
+    base.load_state_dict(whole.base_model.state_dict())
+    other.save_pretrained(tmp_path / "other")
+    streams = every_family.streams_of(whole, PROMPT)
+    with torch.no_grad():
+        last = whole.model(torch.tensor([PROMPT])).last_hidden_state[0, -1]
+    with engine(tmp_path / "other", max_model_len=128) as llm:
+        prompts: Any = [{"prompt_token_ids": PROMPT}]
+        (sample,) = llm.extract(prompts, layers=list(range(len(streams))))
+        for rows, stream in zip(sample.hidden_states.unbind(1), streams, strict=True):
+            assert relative_error(rows, stream) <= MOST_ERROR
+        (vector,) = llm.embed(prompts, normalize=False)
+        assert relative_error(torch.tensor(vector.outputs.embedding), last) <= MOST_ERROR
+        with pytest.raises(ValueError, match=r"no decoder\.bias, .*lm_head\.dense\.weight"):
+            llm.generate(prompts, greedy(2), use_tqdm=False)
+        with pytest.raises(ValueError, match=r"no v_head|head\.dense\.weight, .*which is no head"):
+            llm.classify(prompts)
 
 
 @pytest.mark.parametrize("model_impl", ["auto", "transformers"])

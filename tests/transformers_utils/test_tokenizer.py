@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import LlamaConfig, Qwen2Config
+from transformers import CTRLConfig, LlamaConfig, Qwen2Config
 
 from tests.engine.frontend_harness import byte_level_tokenizer, make_config
 from vllm.transformers_utils.chat_template import render_chat
@@ -33,7 +33,7 @@ def test_round_trip(tmp_path: Path) -> None:
     assert tokenizer.chat_template == saved.chat_template
 
 
-@pytest.mark.parametrize("config", [LlamaConfig, Qwen2Config])
+@pytest.mark.parametrize("config", [LlamaConfig, Qwen2Config, CTRLConfig])
 def test_a_folder_without_one(
     tmp_path: Path,
     config: Any,

@@ -34,10 +34,14 @@ _AROUND_OTHERS = frozenset(
 )
 """Architectures whose text model has no causal class in transformers, but one in this engine."""
 _MODEL = re.compile(
-    r"(model\.)?language_model\.(model\.)?(?!lm_head\.)|(model\.)?language_model\.(?=lm_head\.)"
-    r"|model\.text_model\.|model\.(?=(embed_tokens|layers|norm)\.)|(?=lm_head\.)"
+    r"(model\.)?(language_model\.)+(model\.)?(?!lm_head\.)"
+    r"|(model\.)?(language_model\.)+(?=lm_head\.)"
+    r"|(model\.)?text_model\.|model\.(?=(embed_tokens|layers|norm)\.)|(?=lm_head\.)"
 )
-"""Prefixes of the names of the language model's tensors, in old checkpoints and in new ones."""
+"""Prefixes of the names of the language model's tensors, in old checkpoints and in new ones. Some
+releases of transformers repeat one."""
+_INSIDE = re.compile(r"(model\.)?(language_model\.)+(model\.)?(visual|vision_tower|vision_model)\.")
+"""Encoders under the prefix of the language model, as some releases of transformers save them."""
 _BESIDE = re.compile(
     r"(model\.)?(visual|vision|video|audio|image|multi_modal|connector|embed_vision|embed_audio|mtp"
     r"|aligner|high_res_vision|merger|projector)"
@@ -66,6 +70,8 @@ def running_config(model_config: ModelConfig) -> Any:
 def name_in_language_part(name: str) -> str | None:
     """Return the name of a tensor in a checkpoint of only the language model; None: the tensor is
     not part of it. Names with an unknown prefix do not change."""
+    if _INSIDE.match(name):
+        return None
     if found := _MODEL.match(name):
         rest = name[found.end() :]
         return rest if rest.startswith("lm_head.") else f"model.{rest}"

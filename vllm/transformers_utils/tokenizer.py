@@ -79,7 +79,12 @@ def get_tokenizer(
         config = load_hf_config(
             tokenizer_name, revision=revision, trust_remote_code=trust_remote_code
         )
-        tokenizer = AutoTokenizer.from_pretrained(tokenizer_name, config=config, **kwargs)
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(tokenizer_name, config=config, **kwargs)
+        except (OSError, ValueError, KeyError, ImportError):
+            raise
+        except Exception as error:  # of slow tokenizers that take their files as given
+            raise ValueError(f"{type(error).__name__}: {error}") from error
     if len(tokenizer) <= len(tokenizer.all_special_ids):
         raise ValueError(f"{tokenizer_name!r} holds no tokenizer files")
     if tokenizer.chat_template is None:

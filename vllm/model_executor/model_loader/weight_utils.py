@@ -40,13 +40,17 @@ def each_once(
     for written, weight in weights:
         name = name_of(written)
         if name in spellings:
-            other = spellings[name]
-            both = repr(name) if other == written else f"{name!r} (as {other!r} and {written!r})"
-            raise ValueError(
-                f"weight {both} is in the checkpoint twice; take the one that is out of date away"
-            )
+            raise given_twice(name, spellings[name], written)
         spellings[name] = written
         yield NamedWeight(name, written, weight)
+
+
+def given_twice(name: str, first: str, second: str) -> ValueError:
+    """Return the error for a weight that a checkpoint has under two spellings."""
+    both = repr(name) if first == second else f"{name!r} (as {first!r} and {second!r})"
+    return ValueError(
+        f"weight {both} is in the checkpoint twice; take the one that is out of date away"
+    )
 
 
 def log_skipped(parts: Mapping[str, int]) -> None:

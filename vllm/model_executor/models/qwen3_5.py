@@ -52,7 +52,11 @@ class Qwen3_5ForCausalLM(HybridForCausalLM):  # noqa: N801
     }
     module_names: ClassVar[Mapping[str, str]] = {"model.language_model.": "model."}
     """Names in a checkpoint cut out of the whole model. transformers renames them, too."""
-    skipped_weights: ClassVar[tuple[str, ...]] = ("mtp.", "model.visual.")
+    skipped_weights: ClassVar[tuple[str, ...]] = (
+        "mtp.",
+        "model.visual.",
+        "model.language_model.visual.",
+    )
 
     def attention_options(self, config: Any, index: int) -> AttentionOptions:
         """Return the options of attention whose heads are multiplied by a sigmoid gate."""

@@ -46,6 +46,8 @@ LLAVA_PREFIXES: Mapping[str, str] = {
 
 CLASSIFIERS = ("score.", "classifier.")
 """Prefixes of the heads that classify sequences or tokens."""
+BEFORE_CLASSIFIERS = ("head.",)
+"""Prefixes of layers that some modules of transformers have before the classifier."""
 VALUE_HEAD = "v_head."
 """Prefix of the value head that TRL stores beside an LM head."""
 _MOST_NAMES_SHOWN = 8
@@ -238,7 +240,9 @@ class AutoWeightsLoader:
         self.num_packed = self.num_dequantised = 0
         names = CheckpointNames(stacked or {}, renamed or {}, checkpoint_prefixes or {})
         self.skip_prefixes = tuple(skip_prefixes)
-        self.bases, self.spell = names.bases(), names.spell
+        self.bases = names.bases()
+        only_prefixes = CheckpointNames({}, {}, checkpoint_prefixes or {})
+        self.spellings = (only_prefixes.spell, names.spell)
         self.head_prefix, self.lacks_head = head_prefix, lacks_head
         self.convert, self.floats_are_transposed = convert, floats_are_transposed
         self.targets: dict[str, _Target] = {}
@@ -303,7 +307,9 @@ class AutoWeightsLoader:
         writes its own names for a bare model."""
         if written in self.targets:
             return written
-        spelled = (self.spell(name) for name in ("model." + written, written))
+        spelled = (
+            spell(name) for spell in self.spellings for name in (f"model.{written}", written)
+        )
         names = (*other_bases(written, self.bases), *spelled)
         found = next((name for name in names if name in self.targets), written)
         self.lacks_head |= len(found) > len(written)  # saved from the model below the head

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,8 +29,13 @@ from vllm.model_executor.model_loader.checkpoint import (
     iterate_weights,
 )
 from vllm.model_executor.model_loader.stored_weights import dequantise_all, stored_weights
-from vllm.model_executor.model_loader.weight_utils import check_dtype, each_once
-from vllm.model_executor.models.utils import DERIVED_SUFFIXES, is_zero_bias, other_heads
+from vllm.model_executor.model_loader.weight_utils import check_dtype, each_once, given_twice
+from vllm.model_executor.models.utils import (
+    BEFORE_CLASSIFIERS,
+    DERIVED_SUFFIXES,
+    is_zero_bias,
+    other_heads,
+)
 from vllm.model_executor.transformers_modules.boundaries import (
     NotServableError,
     find_decoder_layers,
@@ -174,6 +179,7 @@ def wanted_by(model_config: ModelConfig, model: Any) -> Wanted:
     prefixes = ("", "model.", "model.language_model.")
     unused = tuple(f"{one}layers.{num_layers + i}." for one in prefixes for i in range(num_further))
     unused += other_heads(model_config.has_other_head)
+    unused += BEFORE_CLASSIFIERS if model_config.has_other_head else ()
     # Its other patterns hold only for names that it has no place for.
     ignored = [one for one in model._keys_to_ignore_on_load_unexpected or () if "mtp" in one]
     is_part = is_language_part(model_config)
@@ -191,15 +197,24 @@ def _let_head_be_missing(
 ) -> None:
     """Take the LM head out of a report's missing tensors if the checkpoint is that of a model
     without one, and note that in the model."""
-    head = model.get_output_embeddings()
-    names = set() if head is None else {id(each) for each in head.parameters()}
+    head, names = model.get_output_embeddings(), _outside_body(model)
     missing, known = set(report.get("missing_keys") or ()), dict(model.named_parameters())
     is_bare = model_config.has_other_head or not any(
         name.startswith(f"{model.base_model_prefix}.") for name in tensors
     )
     if missing and is_bare and all(id(known.get(name)) in names for name in missing):
         model.why_no_head = f"the checkpoint has no {', '.join(sorted(missing))}"
+        embeddings = {id(one) for one in (head or nn.Module()).parameters()}
+        model.lacks_head_layers = any(id(known[name]) not in embeddings for name in missing)
         report["missing_keys"] = []
+
+
+def _outside_body(model: Any) -> set[int]:
+    """Return the ids of the parameters of the LM head alone. Some heads have several layers."""
+    body, head = model.base_model, model
+    if body is model:
+        body, head = model.get_input_embeddings(), model.get_output_embeddings() or nn.Module()
+    return {id(one) for one in head.parameters()} - {id(one) for one in body.parameters()}
 
 
 def _from_weights(
@@ -208,7 +223,7 @@ def _from_weights(
     weights: Iterable[tuple[str, torch.Tensor]],
     others: OtherLayers,
 ) -> Any:
-    tensors = {one.written: one.weight for one in each_once(weights, _with_base(untrained))}
+    tensors = _each_once(weights, untrained)
     for name, parameter in untrained.named_parameters():
         if name in tensors and parameter.is_floating_point():
             check_dtype(name, tensors[name])
@@ -224,10 +239,33 @@ def _from_weights(
     return model
 
 
-def _with_base(model: Any) -> Callable[[str], str]:
-    """Return a function that adds the body's prefix to names, which may lack it."""
-    prefix, named = f"{model.base_model_prefix}.", dict(model.named_parameters())
-    return lambda name: name if name in named or prefix + name not in named else prefix + name
+def _each_once(weights: Iterable[tuple[str, torch.Tensor]], model: Any) -> dict[str, torch.Tensor]:
+    """Return the tensors by the names that they have in the checkpoint.
+
+    ValueError: two of them stand for one parameter. transformers would take the last.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+    mapping = get_model_conversion_mapping(model)
+    renamings = [one for one in mapping if isinstance(one, WeightRenaming)]
+    converters = [one for one in mapping if isinstance(one, WeightConverter)]
+    known = model.state_dict()
+    wholes: dict[str, str] = {}
+    parts: dict[str, str] = {}
+
+    def own_name(written: str) -> str:
+        base = (model.base_model_prefix, known)
+        name, part = rename_source_key(written, renamings, converters, *base)
+        if name not in known and written in known:
+            name, part = written, None
+        (wholes if part is None else parts)[name] = written
+        return name if part is None else written
+
+    tensors = {one.written: one.weight for one in each_once(weights, own_name)}
+    for name in wholes.keys() & parts.keys():
+        raise given_twice(name, wholes[name], parts[name])
+    return tensors
 
 
 def _float_config(model_config: ModelConfig) -> Any:

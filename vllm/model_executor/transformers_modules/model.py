@@ -82,6 +82,7 @@ class TransformersForCausalLM(nn.Module):
         self.stage = _stage_of(vllm_config)
         self.causal_lm: Any = self.load(vllm_config, self.stage).requires_grad_(False).eval()
         self.why_no_head: str | None = vars(self.causal_lm).get("why_no_head")
+        self._lacks_head_layers: bool = vars(self.causal_lm).get("lacks_head_layers", False)
         self._reasons: list[str] = []
         self._division: Division | None = None
         self._ways = list(_WAYS)
@@ -337,9 +338,10 @@ class TransformersForCausalLM(nn.Module):
         return logits
 
     def head_input(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """[rows, hidden] of the decoder -> [rows, width] as the LM head reads them."""
+        """[rows, hidden] of the decoder -> [rows, width] as the LM head reads them. If its first
+        layers are not in the checkpoint, these are the decoder's."""
         head = self.causal_lm.get_output_embeddings()
-        if head is None:
+        if head is None or self._lacks_head_layers:
             return hidden_states
         read: list[torch.Tensor] = []
 

@@ -82,7 +82,7 @@ def read_head(vllm_config: VllmConfig) -> Head:
         stored_names,
     )
     from vllm.model_executor.model_loader.weight_utils import check_dtype
-    from vllm.model_executor.models.utils import CLASSIFIERS, VALUE_HEAD
+    from vllm.model_executor.models.utils import BEFORE_CLASSIFIERS, CLASSIFIERS, VALUE_HEAD
     from vllm.utils.weight_files import find_weight_files
 
     model_config, load_config = vllm_config.model_config, vllm_config.load_config
@@ -92,7 +92,8 @@ def read_head(vllm_config: VllmConfig) -> Head:
     prefixes = (f"{VALUE_HEAD}summary.",) if kind == "value" else CLASSIFIERS
     folder = checkpoint_folder(model_config, load_config, fetches=False)
     files = find_weight_files(folder, load_config.load_format)
-    names = sorted({name for name in stored_names(files) if name.startswith(prefixes)})
+    of_head = prefixes if kind == "value" else (*prefixes, *BEFORE_CLASSIFIERS)
+    names = sorted({name for name in stored_names(files) if name.startswith(of_head)})
     leaves = [{name.removeprefix(prefix) for name in names} for prefix in prefixes]
     if {"weight"} not in leaves and {"weight", "bias"} not in leaves:
         found = f"no {' or '.join(f'{prefix}*' for prefix in prefixes)}"
