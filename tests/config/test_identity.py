@@ -26,6 +26,8 @@ from vllm.entrypoints.extract.resolve import Resolved
 from vllm.model_classes import ModelRegistry
 from vllm.model_executor.models.llama import LlamaForCausalLM
 from vllm.training import ExtractingDataset
+from vllm.utils import weight_files
+from vllm.utils.weight_files import digest_of_content
 
 
 class Changed(LlamaForCausalLM):
@@ -54,23 +56,39 @@ def test_where_and_when_files_lie_does_not_matter(folder: Path, tmp_path: Path) 
     assert of(moved, max_model_len=64, seed=3, max_num_batched_tokens=37) == before
 
 
-def test_other_weights_of_the_same_size_and_time(folder: Path) -> None:
-    """Also if only some in the middle of a file change, as where an adapter was merged."""
-    path = folder / "model.safetensors"
-    tensors = load_file(path)
-    tensors["model.embed_tokens.weight"] = torch.randn(40_000, 64)
-    tensors["zz"] = torch.randn(20_000, 64)
-    save_file(tensors, path)
+def _write(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    if path.suffix == ".safetensors":
+        save_file(tensors, path)
+    else:
+        torch.save(tensors, path)
     os.utime(path, (1, 1))
-    before = of(folder)
-    content = bytearray(path.read_bytes())
-    middle = slice(len(content) // 2 - 100_000, len(content) // 2 + 100_000)
-    content[middle] = os.urandom(200_000)
-    path.write_bytes(content)
-    os.utime(path, (1, 1))
-    after = of(folder)
-    assert after["weights"] == before["weights"]  # both ends are alike
-    assert after["weights_sampled"] != before["weights_sampled"]
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
+@pytest.mark.parametrize("is_large", [False, True])
+def test_other_weights_of_the_same_size_and_time(
+    is_large: bool, name: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each tensor counts, however short, wherever it lies. Of large files only samples are read."""
+    if is_large:
+        monkeypatch.setattr(weight_files, "_MOST_WHOLE_BYTES", 0)
+    tensors = load_file(folder / "model.safetensors")
+    tensors = {"before": torch.randn(1 << 20), **tensors, "zz_behind": torch.randn(1 << 20)}
+    (folder / "model.safetensors").unlink()
+    path = folder / name
+    _write(tensors, path)
+    files, before = [path], of(folder)
+    norms = [one for one in tensors if "norm" in one]
+    for changed in (*norms, next(one for one in tensors if "v_proj" in one)):
+        _write({**tensors, changed: tensors[changed] * 1.5}, path)
+        content = digest_of_content(files)
+        assert content != before["weights_content"], changed
+        last = tensors[changed].clone()
+        last.view(-1)[-1] += 1
+        _write({**tensors, changed: last}, path)
+        assert digest_of_content(files) not in (content, before["weights_content"]), changed
+    _write(tensors, path)
+    assert of(folder) == before
 
 
 @pytest.mark.parametrize(

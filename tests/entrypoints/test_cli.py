@@ -351,6 +351,7 @@ def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     text = printed(capsys, "--help")
     assert printed(capsys, "help") == text
     assert all(f"\n  {name} " in text for name in COMMANDS)
+    assert "--png" in shown(capsys, "help", "hidden-states", "inspect")
     assert set(command_parsers()) == set(COMMANDS) - {"help"}
     with pytest.raises(SystemExit):
         main(["chat"])
@@ -365,16 +366,27 @@ def test_a_mistake_ends_the_program_with_status_2() -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["models", "--json"], ["extract", "--help"], ["--help=layers"]]
+    "arguments",
+    [
+        ["--help"],
+        ["models", "--json"],
+        ["extract", "--help"],
+        ["--help=layers"],
+        ["hidden-states", "layers", "5"],
+    ],
 )
 def test_a_reader_that_leaves_is_no_error(arguments: list[str]) -> None:
     """``vllm ... | head -0``: no traceback; the status of SIGPIPE, or 0 where argparse prints."""
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", *arguments]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    at_once = {**os.environ, "PYTHONUNBUFFERED": "1"}  # fails where it is printed, not at the end
+    with subprocess.Popen(
+        command, env=at_once, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
         assert process.stdout is not None and process.stderr is not None
         process.stdout.close()
         assert process.wait(60) in ((0, 141) if arguments[-1] == "--help" else (141,))
-        assert b"Traceback" not in process.stderr.read()
+        error = process.stderr.read()
+        assert b"Traceback" not in error and b"Broken pipe" not in error
 
 
 @pytest.mark.parametrize("arguments", ["--version", "help", "hidden-states layers 5"])

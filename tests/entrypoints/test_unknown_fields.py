@@ -70,6 +70,11 @@ def test_strict_requests(tiny_llama: Path, tmp_path: Path) -> None:
             answer = client.post("/v1/completions", json=OK | more)
             assert answer.status_code == 400
             assert "not known; leave it out" in answer.json()["error"]["message"]
+        for path, body in (("", {"frobnicate": 1}), ("?frobnicate=1", None)):
+            answer = client.post(f"/reset_prefix_cache{path}", json=body)
+            assert answer.status_code == 400
+            assert "body.frobnicate: not known" in answer.json()["error"]["message"]
+        assert client.post("/reset_prefix_cache", json={}).status_code == 200
         # The same server writes files only for requests that ask for them.
         plain = client.post("/v1/completions", json=OK | {"user": None, "n": 2})
         assert plain.json()["kv_transfer_params"] is None

@@ -196,6 +196,16 @@ def test_folders_under_load(
     assert seen == {0, 1}
 
 
+def test_parameters_of_the_address_in_a_body(http: httpx.Client) -> None:
+    """They had no effect there: a sleep discarded nothing, and a pause ended requests."""
+    for path, field in (("/sleep", {"level": 2}), ("/pause", {"mode": "keep"})):
+        (name,) = field
+        told = refusal(http, path, 400, **field)
+        assert f"body.{name}: has to be in the address: ?{name}=..." in told
+    assert not http.get("/is_sleeping").json()["is_sleeping"]
+    assert not http.get("/is_paused").json()["is_paused"]
+
+
 def test_other_folders_are_refused(
     http: httpx.Client, folders: list[Path], expected: list[Rows]
 ) -> None:

@@ -129,8 +129,9 @@ def test_batches_of_shuffled_rows(tmp_path: Path, batch_size: int, waiting: int)
     # A row leaves no earlier than the rows that wait allow.
     assert all(plain.index(one) < place + 2 * max(waiting, batch_size) + batch_size
                for place, one in enumerate(shuffled))  # fmt: skip
-    with pytest.raises(ValueError, match="shuffle_rows=-1: use at least 1, or 0"):
-        dataset.iter_rows(4, shuffle_rows=-1)
+    for wrong in (-1, 2.5):
+        with pytest.raises(ValueError, match=f"shuffle_rows={wrong}: use at least 1, or 0"):
+            dataset.iter_rows(4, shuffle_rows=wrong)  # type: ignore[arg-type]
 
 
 def test_a_column_of_all_samples(tmp_path: Path) -> None:

@@ -22,8 +22,8 @@ from vllm.config.code_identity import code_of, digest_of_files, files_of_plugin
 from vllm.model_classes import ModelRegistry, import_class
 from vllm.plugins import loaded_plugins
 from vllm.utils.weight_files import (
+    digest_of_content,
     digest_of_ends,
-    digest_of_samples,
     find_weight_files,
     index_of,
     weight_map,
@@ -116,7 +116,7 @@ def _weights(vllm_config: VllmConfig) -> dict[str, Any]:
     is_indexed = len(files) > 1 and index.is_file()  # it tells which file a tensor is read from
     return {
         "weights": digest_of_ends(files),
-        "weights_sampled": digest_of_samples(files),
+        "weights_content": digest_of_content(files),
         "weight_index": _digest(weight_map(index)) if is_indexed else None,
     }
 

@@ -199,8 +199,9 @@ class HiddenStatesDataset(Dataset[HiddenStatesSample]):
         """
         if not isinstance(batch_size, int) or batch_size < 1:
             raise ValueError(f"batch_size={batch_size!r}: use at least 1")
-        if shuffle_rows < 0:
-            raise ValueError(f"shuffle_rows={shuffle_rows}: use at least 1, or 0 for no shuffling")
+        if not isinstance(shuffle_rows, int) or shuffle_rows < 0:
+            hint = "use at least 1, or 0 for no shuffling"
+            raise ValueError(f"shuffle_rows={shuffle_rows!r}: {hint}")
         batches = self._iter_rows(batch_size, order)
         return shuffled(batches, batch_size, shuffle_rows, seed) if shuffle_rows else batches
 

@@ -51,8 +51,14 @@ _SET_BY = {
     "shard_bytes": "--shard-size-gib",
 }
 """Flags of settings whose names do not tell them."""
-_MAY_BE_UNKNOWN = (_KERNELS, "weights_sampled", "weight_index", "sampling.eos_token_ids")
-"""Options that older datasets lack; differences count only if both datasets have them."""
+_MAY_BE_UNKNOWN = (
+    _KERNELS,
+    "weights_content",
+    "weights_sampled",  # of older datasets, instead of weights_content
+    "weight_index",
+    "sampling.eos_token_ids",
+)
+"""Options that older or newer datasets lack; differences count only if both datasets have them."""
 _OF_OLDER_DATASETS = {"values_version": "1"}
 """Values of options for older datasets, which do not state them."""
 _RESTORE = "restore it from a copy, or use another folder"

@@ -5,6 +5,7 @@ of ``torch.save`` without ever running code from them.
 from __future__ import annotations
 
 import os
+import zipfile
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -30,6 +31,12 @@ _UNREAD = (".bin", ".gguf", ".pt", ".pth", ".safetensors")
 _EDGE_BYTES = 1 << 20
 _SAMPLES = 256
 _SAMPLE_BYTES = 4096
+_SMALL_TENSOR_BYTES = 1 << 16
+_MOST_WHOLE_BYTES = 1 << 30
+_MOST_HEADER_BYTES = 100_000_000
+"""The limit of the format."""
+_ARCHIVE_BYTES = 512
+"""Room for what precedes a tensor in an archive of ``torch.save``."""
 
 
 def find_weight_files(folder: Path, load_format: str = "auto") -> list[Path]:
@@ -137,28 +144,54 @@ def not_a_model(adapter: str, base: str) -> ValueError:
 def digest_of_ends(paths: list[Path]) -> str:
     """A digest of the names, the sizes and both ends of files, 1 MiB each."""
     return _digest(
-        paths, lambda size: ((0, _EDGE_BYTES), (max(0, size - _EDGE_BYTES), _EDGE_BYTES))
+        paths, lambda _, size: ((0, _EDGE_BYTES), (max(0, size - _EDGE_BYTES), _EDGE_BYTES))
     )
 
 
-def digest_of_samples(paths: list[Path]) -> str:
-    """A digest of 4 KiB at 256 places all over each file.
+def digest_of_content(paths: list[Path]) -> str:
+    """A digest of all bytes of files of at most 1 GiB together; of larger ones, of places.
 
-    It differs even if only some matrices changed, as after merging an adapter, and both ends of
-    the files did not.
+    These are 4 KiB at 256 places all over each file, the first 4 KiB of each tensor, and all of
+    tensors up to 64 KiB, such as norms and biases. So it differs if any matrix was trained further,
+    or any vector, but not if only some rows of a large matrix changed.
     """
-    return _digest(
-        paths, lambda size: ((size * i // _SAMPLES, _SAMPLE_BYTES) for i in range(_SAMPLES))
-    )
+    is_small = sum(path.stat().st_size for path in paths) <= _MOST_WHOLE_BYTES
+    return _digest(paths, _whole if is_small else _samples)
 
 
-def _digest(paths: list[Path], places: Callable[[int], Iterable[tuple[int, int]]]) -> str:
+def _whole(_: Path, size: int) -> Iterable[tuple[int, int]]:
+    return ((start, _EDGE_BYTES) for start in range(0, size, _EDGE_BYTES))
+
+
+def _samples(path: Path, size: int) -> Iterable[tuple[int, int]]:
+    for i in range(_SAMPLES):
+        yield size * i // _SAMPLES, _SAMPLE_BYTES
+    for start, length in _tensor_places(path):
+        yield start, length if length <= _SMALL_TENSOR_BYTES else _SAMPLE_BYTES
+
+
+def _tensor_places(path: Path) -> list[tuple[int, int]]:
+    """Return where the tensors of a file lie; nothing if it does not say so, or is damaged."""
+    with suppress(OSError, ValueError, KeyError, TypeError, AttributeError, zipfile.BadZipFile):
+        if not is_safetensors(path):
+            with zipfile.ZipFile(path) as archive:
+                parts = archive.infolist()
+            return [(one.header_offset, one.file_size + _ARCHIVE_BYTES) for one in parts]
+        with path.open("rb") as file:
+            begin = 8 + int.from_bytes(file.read(8), "little")
+            header = parse_json(file.read(min(begin - 8, _MOST_HEADER_BYTES)))
+        found = [one["data_offsets"] for name, one in header.items() if name != "__metadata__"]
+        return sorted((begin + start, end - start) for start, end in found if 0 <= start <= end)
+    return []
+
+
+def _digest(paths: list[Path], places: Callable[[Path, int], Iterable[tuple[int, int]]]) -> str:
     digest = xxhash.xxh3_128()
     for path in paths:
         size = path.stat().st_size
         digest.update(f"{path.name}:{size}:".encode())
         with path.open("rb", buffering=0) as file:
-            for start, length in places(size):
+            for start, length in places(path, size):
                 digest.update(os.pread(file.fileno(), length, start))
     return "xxh3_128:" + digest.hexdigest()
 

@@ -93,6 +93,8 @@ def hidden_states(arguments: Sequence[str]) -> int:
     args = parser.parse_args(arguments)
     try:
         status: int = args.run(args)
+    except BrokenPipeError:  # nobody reads any more, which is no failure
+        raise
     except (ValueError, OSError) as error:
         parser.exit(2, f"vllm hidden-states {args.action}: {error}\n")
     return status

@@ -139,7 +139,7 @@ def _explain(name: str, command: Sequence[str] = ()) -> None:
 
 def _run_command(name: str, arguments: Sequence[str]) -> int:
     if name == "help":
-        return main([*arguments[:1], "--help"])
+        return main([*arguments, "--help"])
     if name not in COMMANDS:
         hint = did_you_mean(name, COMMANDS) or f"; the commands are {', '.join(COMMANDS)}"
         build_parser().error(f"there is no command {name!r}{hint}")

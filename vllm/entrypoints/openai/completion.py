@@ -81,7 +81,7 @@ class Completion(Generation[CompletionRequest]):
             raise bad_request("suffix is not supported", "suffix")
         if (body.n or 1) * num_prompts > MAX_CHOICES:
             raise bad_request(
-                f"{num_prompts} prompts with n={body.n} are more than {MAX_CHOICES} choices"
+                f"{num_prompts} prompts with n={body.n or 1} are more than {MAX_CHOICES} choices"
             )
         max_tokens = body.max_tokens if self._shows_output else 1
         prompt_logprobs = body.prompt_logprobs

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Depends, Query
 from pydantic import Field
 
 from vllm.entrypoints.openai.errors import bad_request
-from vllm.entrypoints.openai.protocol import Body
+from vllm.entrypoints.openai.protocol import IN_ADDRESS, Body
 from vllm.entrypoints.openai.state import State
 from vllm.v1.engine.worker_calls import PauseMode
 
@@ -30,13 +30,13 @@ class RpcRequest(Body):
     """Seconds."""
 
 
-@router.post("/sleep")
+@router.post("/sleep", dependencies=IN_ADDRESS)
 async def sleep(state: State, level: int = 1, mode: Mode = "abort") -> None:
     """Free memory: 1 keeps the weights in host memory, 2 discards them."""
     await state.engine.sleep(level, mode)
 
 
-@router.post("/wake_up")
+@router.post("/wake_up", dependencies=IN_ADDRESS)
 async def wake_up(state: State, tags: Annotated[list[str] | None, Query()] = None) -> None:
     """Allocate the memory again; tags: only "weights" or "kv_cache"."""
     await state.engine.wake_up(tags)
@@ -48,7 +48,7 @@ async def is_sleeping(state: State) -> dict[str, bool]:
     return {"is_sleeping": await state.engine.is_sleeping()}
 
 
-@router.post("/pause")
+@router.post("/pause", dependencies=IN_ADDRESS)
 async def pause(
     state: State,
     mode: Mode = "abort",
@@ -61,7 +61,7 @@ async def pause(
     return {"status": "paused"}
 
 
-@router.post("/resume")
+@router.post("/resume", dependencies=IN_ADDRESS)
 async def resume(state: State) -> dict[str, str]:
     """Let requests begin again."""
     await state.engine.resume_generation()

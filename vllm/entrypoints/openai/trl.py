@@ -23,6 +23,7 @@ from vllm.entrypoints.openai.errors import ApiError, bad_form, bad_request
 from vllm.entrypoints.openai.extraction import byte_limit
 from vllm.entrypoints.openai.limits import at_end, reply_files
 from vllm.entrypoints.openai.protocol import (
+    IN_ADDRESS,
     MAX_TOOLS,
     Body,
     ChatFields,
@@ -316,8 +317,8 @@ async def get_world_size(state: State) -> dict[str, int]:
     return {"world_size": state.engine.vllm_config.parallel_config.world_size}
 
 
-@router.post("/reset_prefix_cache")
-@router.post("/reset_prefix_cache/")
+@router.post("/reset_prefix_cache", dependencies=IN_ADDRESS)
+@router.post("/reset_prefix_cache/", dependencies=IN_ADDRESS)
 async def reset_prefix_cache(state: State) -> dict[str, Any]:
     """Forget every cached prefix, and end an update of the weights: TRL calls it at the end."""
     await state.weights.finish()

@@ -18,7 +18,7 @@ from pydantic import Field
 
 from vllm.distributed.weight_transfer import PACKED_BYTES, Announced, GroupPlace
 from vllm.entrypoints.openai.errors import bad_form, bad_request
-from vllm.entrypoints.openai.protocol import Body
+from vllm.entrypoints.openai.protocol import IN_ADDRESS, Body
 from vllm.entrypoints.openai.state import ServerState, State
 
 vllm_router = APIRouter(include_in_schema=False)
@@ -129,7 +129,7 @@ async def _announce(state: ServerState, forms: list[ParameterForm]) -> None:
     await state.weights.transfers.announce(Announced(tensors, src=1, has_barrier=True))
 
 
-@trl_router.post("/close_communicator/")
+@trl_router.post("/close_communicator/", dependencies=IN_ADDRESS)
 async def close_communicator(state: State) -> dict[str, str]:
     """Leave the group of the trainer, and end its update."""
     await state.weights.leave()
@@ -157,7 +157,7 @@ async def init_weight_transfer_engine(
     return {"message": "Weight transfer initialized"}
 
 
-@vllm_router.post("/start_weight_update")
+@vllm_router.post("/start_weight_update", dependencies=IN_ADDRESS)
 async def start_weight_update(state: State) -> dict[str, str]:
     """Complete requests under way, and let no new ones begin."""
     await state.weights.transfers.start()
@@ -184,7 +184,7 @@ async def update_weights(
     return {"message": "Weights updated"}
 
 
-@vllm_router.post("/finish_weight_update")
+@vllm_router.post("/finish_weight_update", dependencies=IN_ADDRESS)
 async def finish_weight_update(state: State) -> dict[str, str]:
     """Forget all prefixes, and let requests begin."""
     await state.weights.transfers.finish()
