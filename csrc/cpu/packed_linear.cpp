@@ -6,6 +6,10 @@
 // rounding. A block is a group, or 512 or 1,024 terms of a longer group. So no weight is rounded,
 // and unpacking costs one look-up. 4-bit codes with 8-bit scales are exact together with their
 // scales, and their blocks are as long as a dense weight's.
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
 #include "packed_codes.h"
 
 namespace vllm {
@@ -16,6 +20,17 @@ enum ScaleKind : int64_t { kFloatScale, kBFloat16Scale, kFloat16Scale, kFloat8Sc
 
 constexpr int64_t kFewestTerms = 8;  // fewest terms of a group
 constexpr int64_t kFewestItems = 4;  // per thread, for items of several panels; else of one panel
+
+// Whether this is AMD's Zen 5 or later, whose vectors of 512 bits are not computed in halves.
+bool is_zen5_or_later() {
+#if defined(__x86_64__)
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  if (__get_cpuid(0, &a, &b, &c, &d) == 0 || b != signature_AMD_ebx) return false;
+  return __get_cpuid(1, &a, &b, &c, &d) != 0 && (a >> 8 & 0xf) + (a >> 20 & 0xff) >= 0x1a;
+#else
+  return false;
+#endif
+}
 
 struct PackedWeight {
   const uint8_t* codes;
@@ -225,9 +240,13 @@ class PackedPanel {
   static constexpr int64_t kChunkSteps = Source::kTerms / kPer;
   static constexpr int64_t kChunkBytes = Source::kBytes * kColumns;
 
-  // Number of panels that are multiplied together.
+  // Number of panels that are multiplied together. Several for a lone row give the unpacking of one
+  // something to overlap with (Zen 4), unless the CPU finds that by itself. Measured on Zen 5, INT4
+  // of 1,024 x 6,144, two threads: 98 us with two panels, 80 with one; other formats 2 to 10
+  // percent less; a step of a model of 0.5 billion parameters 12.9 -> 11.3 ms.
   static int64_t at_once(int64_t rows, int64_t panels, int64_t threads) {
-    const bool by_row = !kByTiles && rows == 1;
+    static const bool overlaps = kWidth == 16 && is_zen5_or_later();
+    const bool by_row = !kByTiles && rows == 1 && !overlaps;
     return by_row && panels >= kMostPanels * kFewestItems * threads ? kMostPanels : 1;
   }
 
