@@ -26,13 +26,14 @@ def test_every_target_has_a_result_and_its_own_threshold() -> None:
         for name, target in targets.TARGETS.items()
         for rival in target.rivals
     }
+    rows = [row for run in report.read_runs() for row in run.rows]
     recorded = {
         (row["name"], row["work"], row["against"]): row["target"]
-        for run in report.read_runs()
-        for row in run.rows
+        for row in rows
         if row["name"] in targets.TARGETS
     }
     assert recorded == targeted
+    assert targets.ALONE.keys() <= {row["name"] for row in rows}
 
 
 def test_verdicts_follow_the_figures() -> None:
