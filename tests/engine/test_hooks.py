@@ -128,22 +128,29 @@ def test_of_modules_of_transformers(family: str, checkpoint: Checkpoint) -> None
 
 @pytest.mark.parametrize(
     ("model_type", "added"),
-    [("bloom", ""), ("mpt", "attn"), ("olmo2", ""), ("gptj", "attn mlp"), ("gpt_neo", "attn mlp")],
+    [
+        *(("bloom", ""), ("mpt", "attn"), ("olmo2", ""), ("gptj", "attn mlp")),
+        *(("gpt_neo", "attn mlp"), ("gpt_neox_japanese", "mlp")),
+    ],
 )
 def test_what_modules_add_to_the_stream(model_type: str, added: str, tmp_path: Path) -> None:
-    """The names say so only where it is so: some modules return the stream, or a norm follows."""
-    zoo.make_checkpoint(tmp_path, model_type)
+    """The names say so only where it is so: some modules return the stream, or a norm follows.
+
+    The last attention of GPT-NeoX-Japanese returns the bias of its projection beside the product.
+    """
+    model = zoo.make_checkpoint(tmp_path, model_type)
+    last = model.config.num_hidden_layers - 1
     options = {"skip_tokenizer_init": True, "max_model_len": 64}
     with engine(tmp_path, model_impl="transformers", **options) as llm:
         kinds = ("attn", "mlp")
         named = {name for point in points_of(llm) for name in point.names}
-        assert {f"blocks.1.{kind}.hook_out" for kind in kinds} <= named
-        found = [kind for kind in kinds if f"blocks.1.hook_{kind}_out" in named]
+        assert {f"blocks.{last}.{kind}.hook_out" for kind in kinds} <= named
+        found = [kind for kind in kinds if f"blocks.{last}.hook_{kind}_out" in named]
         assert found == added.split()
         if len(found) < 2:
             return
-        hooks = [f"blocks.1.hook_{name}" for name in ("attn_out", "mlp_out")]
-        for sample in llm.extract(PROMPTS[:2], layers=[1, 2], hooks=hooks):
+        hooks = [f"blocks.{last}.hook_{name}" for name in ("attn_out", "mlp_out")]
+        for sample in llm.extract(PROMPTS[:2], layers=[last, last + 1], hooks=hooks):
             change = sample.hidden_states[:, 1] - sample.hidden_states[:, 0]
             assert relative_error(sum(map(sample.activations.get, hooks)), change) <= 1e-4
 

@@ -18,6 +18,7 @@ from tests.engine.harness import (
     random_prompts,
     rows_of,
 )
+from tests.models.oracle import load_reference, relative_error
 from vllm import LLM, SamplingParams
 from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (
     load_hidden_states,
@@ -87,6 +88,22 @@ def test_embeddings_of_ids_give_their_bits(
         assert equal(rows(llm.extract(embeds, ":")), in_chunks)
         if options.get("model_impl") is None:
             assert equal(in_chunks, expected)
+
+
+@pytest.mark.parametrize("family", ["granite", "recurrent_gemma", "falcon_h1", "gemma"])
+def test_scaled_where_transformers_scales_them(family: str, checkpoint: Checkpoint) -> None:
+    """Mixed with ids in one step; embeddings as the module looks them up, changed a little."""
+    folder = checkpoint(family)
+    model, prompts = load_reference(folder), random_prompts(4, [19, 7])
+    ids = [torch.tensor([prompt["prompt_token_ids"]]) for prompt in prompts]
+    with torch.inference_mode():
+        given = 0.9 * model.get_input_embeddings()(ids[0])
+        runs = ({"inputs_embeds": given}, {"input_ids": ids[1]})
+        expected = [model(**run, output_hidden_states=True).hidden_states for run in runs]
+    with engine(folder, **ON) as llm:
+        found = rows(llm.extract([{"prompt_embeds": given[0].clone()}, prompts[1]], [0, 2]))
+    for ours, theirs in zip(found, expected, strict=True):
+        assert relative_error(ours, torch.stack([theirs[0][0], theirs[2][0]], 1)) <= 1e-4
 
 
 def test_rows_of_layer_0_are_the_embeddings_and_prefixes_go_by_content(

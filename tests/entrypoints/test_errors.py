@@ -106,6 +106,7 @@ MISTAKES: list[tuple[str, str, dict[str, Any], str, str | None]] = [
     ),
     ("beams", COMPLETIONS, OK | {"use_beam_search": True}, SEMANTIC, None),
     ("format", CHAT, CHAT_OK | {"response_format": {"type": "json_object"}}, SEMANTIC, None),
+    ("no format", CHAT, CHAT_OK | {"response_format": {}}, SEMANTIC, None),
     ("transfer", COMPLETIONS, OK | {"kv_transfer_params": "abc"}, FORM, "body.kv_transfer_params"),
     ("transfer", COMPLETIONS, OK | {"kv_transfer_params": {"a": 10**40}}, SEMANTIC, None),
     ("no messages", CHAT, {"max_tokens": 1}, FORM, "body.messages"),

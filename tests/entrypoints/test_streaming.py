@@ -191,8 +191,9 @@ def test_tool_calls(stub: StubServer) -> None:
         assert json.loads(streamed.function.arguments) == {"x": 1}
     with stub.server.client() as http:
         for choice in ({"type": "function", "function": {"name": "f"}}, {}, "", "required"):
-            forced = body | {"tool_choice": choice}
-            assert http.post("/v1/chat/completions", json=forced).status_code == 400
+            for tools in ([TOOL], [], None):
+                forced = body | {"tool_choice": choice, "tools": tools}
+                assert http.post("/v1/chat/completions", json=forced).status_code == 400
 
 
 def test_an_echo_that_is_aborted_before_its_prompt_is_computed(stub: StubServer) -> None:

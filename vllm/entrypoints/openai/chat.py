@@ -88,10 +88,10 @@ class Chat(Generation[ChatCompletionRequest]):
         """Choose the parser; raises ApiError if the request uses tools in an unsupported way."""
         choice, settings = self.body.tool_choice, self.state.settings
         choice = "auto" if choice is None else choice
+        if choice not in ("auto", "none"):
+            raise bad_request(f"tool_choice={choice!r} is not supported: use 'auto' or 'none'")
         if not self.body.tools or choice == "none":
             return None
-        if choice != "auto":
-            raise bad_request(f"tool_choice={choice!r} is not supported: use 'auto' or 'none'")
         if not settings.enable_auto_tool_choice or settings.tool_call_parser is None:
             raise bad_request(
                 'tool_choice="auto" needs a server that was started with --enable-auto-tool-choice '

@@ -207,7 +207,7 @@ def make_sampling_params(
 
 
 def _check_settings(state: ServerState, body: GenerationBody) -> None:
-    form = (body.response_format or {}).get("type", "text")
+    form = "text" if body.response_format is None else body.response_format.get("type")
     unsupported = "min_p" if body.min_p else "logit_bias" if body.logit_bias else None
     for name in _NOT_SERVED:
         if (body.model_extra or {}).get(name):

@@ -95,10 +95,12 @@ class DecoderModel(Layer):
         prefix: str,
         *,
         embedding_scale: float = 1.0,
+        scales_given_embeddings: bool = False,
         learned_positions: LearnedPositions | None = None,
     ) -> None:
         super().__init__()
-        self.embedding_scale = embedding_scale
+        self.lookup_scale = 1.0 if scales_given_embeddings else embedding_scale
+        self.input_scale = embedding_scale if scales_given_embeddings else 1.0
         self.embed_tokens = VocabParallelEmbedding(
             config.vocab_size, config.hidden_size, prefix=maybe_prefix(prefix, "embed_tokens")
         )
@@ -111,7 +113,7 @@ class DecoderModel(Layer):
     def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
         """int64 [tokens] -> [tokens, hidden], a new tensor."""
         embedded: torch.Tensor = self.embed_tokens(input_ids)
-        return embedded if self.embedding_scale == 1.0 else embedded.mul_(self.embedding_scale)
+        return embedded if self.lookup_scale == 1.0 else embedded.mul_(self.lookup_scale)
 
     @property
     def layers_read_embeddings(self) -> bool:
@@ -145,6 +147,8 @@ class DecoderModel(Layer):
             hidden_states = (
                 self.embed_input_ids(input_ids) if inputs_embeds is None else inputs_embeds.clone()
             )
+            if self.input_scale != 1.0:
+                hidden_states *= self.input_scale
             if self.learned_positions is not None:
                 hidden_states += self.learned_positions(positions)
             layers = self.layer_calls(input_ids, hidden_states)
@@ -193,6 +197,8 @@ class DecoderForCausalLM(Layer):
     supports_row_capture: bool = True
     supports_prompt_embeds: bool = True
     """True if the layers need embeddings only; False: some need token ids, too."""
+    scales_given_embeddings: ClassVar[bool] = False
+    """True if embeddings of a prompt are scaled as those that are looked up."""
     supports_eagle3: bool = False
     why_no_head: str | None = None
     """The reason why the model computes no logits; None: it does."""
@@ -267,6 +273,7 @@ class DecoderForCausalLM(Layer):
             self.make_norm(config, config.hidden_size),
             prefix,
             embedding_scale=self.embedding_scale(config, vllm_config.model_config.dtype),
+            scales_given_embeddings=self.scales_given_embeddings,
             learned_positions=self.learned_positions(config),
         )
 

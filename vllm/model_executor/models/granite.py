@@ -21,6 +21,7 @@ class GraniteForCausalLM(DecoderForCausalLM):
     """Granite 3, dense."""
 
     mlp_bias: ClassVar[bool | str] = "mlp_bias"
+    scales_given_embeddings: ClassVar[bool] = True
 
     def attention_options(self, config: Any, index: int) -> AttentionOptions:
         return AttentionOptions(bias=config.attention_bias, scale=config.attention_multiplier)

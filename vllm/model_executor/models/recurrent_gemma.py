@@ -24,6 +24,7 @@ class RecurrentGemmaForCausalLM(HybridForCausalLM):
     norm_class = GemmaRMSNorm
     mlp_activation = "hidden_activation"
     mlp_bias = True
+    scales_given_embeddings: ClassVar[bool] = True
     stacked_params: ClassVar[StackedParams] = {
         **DecoderForCausalLM.stacked_params,
         "in_proj": {"linear_y": 0, "linear_x": 1},

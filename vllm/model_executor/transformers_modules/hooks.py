@@ -66,7 +66,8 @@ def _added_branches(
     """Return the attentions and MLPs whose output is what the layer adds to the stream.
 
     The output of the others is the layer's own, or goes into another part of the layer as it is:
-    it is the stream already (BLOOM's parts add it themselves), or a norm follows.
+    it is the stream already (BLOOM's parts add it themselves), or a norm follows. A branch that
+    returns one of its parameters, too, leaves it to the layer to add it: GPT-NeoX-Japanese's bias.
     """
     returned: dict[nn.Module, torch.Tensor] = {}
     others: set[nn.Module] = set()
@@ -74,6 +75,8 @@ def _added_branches(
     def note(branch: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         if torch.is_tensor(value := first_tensor(output)):
             returned[branch] = value.flatten().clone()
+        if isinstance(output, tuple) and any(isinstance(one, nn.Parameter) for one in output):
+            others.add(branch)
 
     def compare(branches: list[nn.Module], *values: Any) -> None:
         if torch.is_tensor(value := first_tensor(values)) and value.is_floating_point():
