@@ -8,6 +8,7 @@ prefixes (``v1/core/prefix_hash.py``).
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from contextlib import suppress
 from importlib.metadata import EntryPoint
@@ -21,6 +22,7 @@ from vllm import envs
 from vllm.config.code_identity import code_of, digest_of_files, files_of_plugin
 from vllm.model_classes import ModelRegistry, import_class
 from vllm.plugins import loaded_plugins
+from vllm.transformers_utils.config import load_hf_config
 from vllm.utils.weight_files import (
     digest_of_content,
     digest_of_ends,
@@ -36,6 +38,15 @@ if TYPE_CHECKING:
 
 _WHERE_READ = ("_name_or_path", "transformers_version", "_commit_hash")
 """Entries of a config that record where it was read from."""
+
+_CHANGE_NO_STATE = frozenset({
+    "architectures", "bos_token_id", "dtype", "eos_token_id", "id2label", "label2id",
+    "output_attentions", "output_hidden_states", "output_router_logits", "pad_token_id",
+    "problem_type", "quantization_config", "return_dict", "tie_word_embeddings", "use_cache",
+})  # fmt: skip
+"""Entries that trainers change, and that states do not depend on. Tensors say which head is tied,
+and how weights are stored."""
+_FOR_TRAINING = re.compile("dropout|pdrop|loss|aux|jitter|^initializer_|^unsloth|_version$|^_")
 
 
 def value_identity(vllm_config: VllmConfig, kernels: str) -> dict[str, Any]:
@@ -77,6 +88,32 @@ def value_identity(vllm_config: VllmConfig, kernels: str) -> dict[str, Any]:
         "values_version": VALUES_VERSION,
     }
     return {name: value for name, value in identity.items() if value not in (None, [], {})}
+
+
+def config_for_values(model: ModelConfig, path: str, revision: str | None) -> dict[str, Any]:
+    """Return the entries of a checkpoint's config.json that a model's states depend on, by name.
+
+    Those of towers are left out. A function in ``hf_overrides`` is not applied, because other
+    processes do not have it.
+    """
+    overrides = model.hf_overrides
+    config = load_hf_config(
+        path,
+        revision=revision,
+        code_revision=model.code_revision,
+        trust_remote_code=model.trust_remote_code,
+        hf_token=model.hf_token,
+        hf_overrides=None if callable(overrides) else overrides,
+    )
+    text_config = config.get_text_config(decoder=True)
+    return {
+        name: value
+        for one in (config, text_config)
+        for name, value in one.to_dict().items()
+        if name not in (*_WHERE_READ, *_CHANGE_NO_STATE)
+        and _FOR_TRAINING.search(name) is None
+        and name not in one.sub_configs
+    }
 
 
 def _asked_kernels(vllm_config: VllmConfig) -> dict[str, str | None]:
