@@ -179,6 +179,31 @@ def test_a_folder_whose_config_computes_other_values_is_refused(
         assert is_same(answer(llm), fresh)
 
 
+def test_codes_of_another_meaning_are_refused(tmp_path: Path) -> None:
+    """gptq_v2 has the same tensors as gptq, and zeros that are larger by one."""
+    first, second = (
+        quantise_checkpoint(
+            make_checkpoint(tmp_path / str(seed) / "float", "llama", seed=seed), FORMATS["gptq"]
+        ).stored
+        for seed in (0, 77)
+    )
+    with engine(second) as llm:
+        fresh = answer(llm)
+    with engine(first) as llm:
+        before = answer(llm)
+        config = json.loads((second / "config.json").read_text())
+        for version in ("gptq_v2", "gptq"):
+            stored = config["quantization_config"] | {"checkpoint_format": version}
+            changed = json.dumps(config | {"quantization_config": stored})
+            (second / "config.json").write_text(changed)
+            if version == "gptq_v2":
+                with pytest.raises(ValueError, match="means something else by the quantization_co"):
+                    llm.update_weights(second)
+                assert is_same(answer(llm), before)
+        llm.update_weights(second)
+        assert is_same(answer(llm), fresh)
+
+
 def test_the_checkpoint_of_the_start_may_be_gone(
     checkpoint: Checkpoint, other: Callable[[str], Path], tmp_path: Path
 ) -> None:

@@ -22,7 +22,6 @@ from vllm import envs
 from vllm.config.code_identity import code_of, digest_of_files, files_of_plugin
 from vllm.model_classes import ModelRegistry, import_class
 from vllm.plugins import loaded_plugins
-from vllm.transformers_utils.config import load_hf_config
 from vllm.utils.weight_files import (
     digest_of_content,
     digest_of_ends,
@@ -40,9 +39,10 @@ _WHERE_READ = ("_name_or_path", "transformers_version", "_commit_hash")
 """Entries of a config that record where it was read from."""
 
 _CHANGE_NO_STATE = frozenset({
-    "architectures", "bos_token_id", "dtype", "eos_token_id", "id2label", "label2id",
-    "output_attentions", "output_hidden_states", "output_router_logits", "pad_token_id",
-    "problem_type", "quantization_config", "return_dict", "tie_word_embeddings", "use_cache",
+    "architectures", "bos_token_id", "compression_config", "dtype", "eos_token_id", "id2label",
+    "label2id", "output_attentions", "output_hidden_states", "output_router_logits",
+    "pad_token_id", "problem_type", "quantization_config", "return_dict", "tie_word_embeddings",
+    "use_cache",
 })  # fmt: skip
 """Entries that trainers change, and that states do not depend on. Tensors say which head is tied,
 and how weights are stored."""
@@ -90,29 +90,17 @@ def value_identity(vllm_config: VllmConfig, kernels: str) -> dict[str, Any]:
     return {name: value for name, value in identity.items() if value not in (None, [], {})}
 
 
-def config_for_values(model: ModelConfig, path: str, revision: str | None) -> dict[str, Any]:
-    """Return the entries of a checkpoint's config.json that a model's states depend on, by name.
+def config_for_values(model: ModelConfig) -> dict[str, Any]:
+    """Return the entries of config.json that a model's states depend on, by name.
 
-    Those of towers are left out. A function in ``hf_overrides`` is not applied, because other
-    processes do not have it.
+    Those of towers are left out, and how weights are stored.
     """
-    overrides = model.hf_overrides
-    config = load_hf_config(
-        path,
-        revision=revision,
-        code_revision=model.code_revision,
-        trust_remote_code=model.trust_remote_code,
-        hf_token=model.hf_token,
-        hf_overrides=None if callable(overrides) else overrides,
-    )
-    text_config = config.get_text_config(decoder=True)
     return {
         name: value
-        for one in (config, text_config)
+        for one in (model.hf_config, model.hf_text_config)
         for name, value in one.to_dict().items()
-        if name not in (*_WHERE_READ, *_CHANGE_NO_STATE)
+        if name not in (*_WHERE_READ, *_CHANGE_NO_STATE, *one.sub_configs)
         and _FOR_TRAINING.search(name) is None
-        and name not in one.sub_configs
     }
 
 

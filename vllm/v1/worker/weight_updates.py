@@ -20,7 +20,7 @@ from vllm.model_executor.model_loader.checkpoint import (
     stored_shapes,
 )
 from vllm.model_executor.model_loader.loader import find_weights, load_checkpoint
-from vllm.model_executor.model_loader.stored_weights import join_given_weights
+from vllm.model_executor.model_loader.stored_weights import check_stored_alike, join_given_weights
 from vllm.model_executor.models.interfaces import (
     FindsWeights,
     MayKeepWeights,
@@ -61,6 +61,7 @@ class _StartedWith(NamedTuple):
     heads: dict[str, torch.Tensor]
     """The heads that the front end reads, by name (``v1/engine/pooling_heads.py``)."""
     config: dict[str, Any]
+    quantization: dict[str, Any] | None
 
     @classmethod
     def read(cls, vllm_config: VllmConfig) -> Self:
@@ -68,8 +69,9 @@ class _StartedWith(NamedTuple):
         files = find_weights(vllm_config, fetches=False) or ()
         prefixes = other_heads(model_config.has_other_head)
         heads = dict(iterate_weights(files, lambda name: name.startswith(prefixes)))
-        config = config_for_values(model_config, model_config.model, model_config.revision)
-        return cls(stored_shapes(files), heads, config)
+        config = model_config.of_checkpoint(model_config.model, model_config.revision)
+        quantization = model_config.quantization_config
+        return cls(stored_shapes(files), heads, config_for_values(config), quantization)
 
 
 class WeightUpdates:
@@ -120,14 +122,17 @@ class WeightUpdates:
             place, revision = str(Path(path).expanduser()), None
             if not Path(place, "config.json").exists():
                 return
-        found = config_for_values(model_config, place, revision)
-        own = self._started_with.config
+        other = model_config.of_checkpoint(place, revision)
+        found, own = config_for_values(other), self._started_with.config
         for name in sorted(own.keys() & found.keys()):
             if found[name] != own[name]:
                 raise ValueError(
                     f"config.json of the weights has {name}={brief(found[name])}, and the engine "
                     f"started with {brief(own[name])}; start another engine, or mend the file"
                 )
+        stored, others = self._started_with.quantization, other.quantization_config
+        if stored is not None and others is not None:
+            check_stored_alike(stored, others, self._started_with.shapes.keys())
 
     def load(self, weights: Mapping[str, torch.Tensor] | Named) -> list[str]:
         """Replace some weights, by the names in the checkpoint; returns the parameters' names.
@@ -173,7 +178,7 @@ class WeightUpdates:
     @property
     def _names(self) -> set[str] | None:
         """Names in the quantised checkpoint that the model was made from; None: it is not."""
-        if self._vllm_config.model_config.quantization_config is None:
+        if self._started_with.quantization is None:
             return None
         return set(self._started_with.shapes)
 
