@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, cast
 
@@ -69,9 +69,13 @@ class _StartedWith(NamedTuple):
         files = find_weights(vllm_config, fetches=False) or ()
         prefixes = other_heads(model_config.has_other_head)
         heads = dict(iterate_weights(files, lambda name: name.startswith(prefixes)))
-        config = model_config.of_checkpoint(model_config.model, model_config.revision)
-        quantization = model_config.quantization_config
-        return cls(stored_shapes(files), heads, config_for_values(config), quantization)
+        stated = model_config.of_checkpoint(model_config.model, model_config.revision)
+        config: dict[str, Any] = {}
+        with suppress(
+            ValueError
+        ):  # a function in hf_overrides, which is not here, may have mended it
+            config = config_for_values(stated)
+        return cls(stored_shapes(files), heads, config, model_config.quantization_config)
 
 
 class WeightUpdates:
