@@ -291,3 +291,21 @@ def test_new_weights_do_not_leave_an_old_head_behind(kind: str, tmp_path: Path) 
         assert all(map(torch.equal, scores(llm), fresh))
         llm.update_weights(weights)
         assert all(map(torch.equal, scores(llm), before))
+
+
+@pytest.mark.parametrize("is_used_before", [True, False])
+def test_a_head_that_was_overwritten_is_refused(is_used_before: bool, tmp_path: Path) -> None:
+    """A trainer writes each checkpoint into the folder with which the engine started."""
+    model = make_head(tmp_path, "llama", "sequence")
+    expected = [logits_of(model, ids) for ids in IDS]
+    with engine(tmp_path) as llm:
+        if is_used_before:
+            classify(llm)
+        weights = load_file(tmp_path / "model.safetensors")
+        changed = {name: one * 0.9 + 0.05 for name, one in weights.items()}
+        save_file(changed, tmp_path / "new", {"format": "pt"})
+        (tmp_path / "new").rename(tmp_path / "model.safetensors")
+        with pytest.raises(ValueError, match=r"'score\.weight' has other values and cannot be"):
+            llm.collective_rpc("reload_weights")
+        for scores, right in zip(classify(llm), expected, strict=True):
+            assert relative_error(scores, right) <= 1e-4

@@ -271,6 +271,20 @@ def test_adapters_in_memory_when_an_update_unties_the_head(
     assert not torch.equal(tied[0], right[0])
 
 
+def test_adapters_in_memory_with_tables_of_replaced_embeddings(
+    checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    folder, other, adapter = checkpoint("llama"), checkpoint("llama", seed=77), tmp_path / "ends"
+    write_adapter(adapter, folder, with_ends=True)
+    with engine(folder, enable_lora=True) as llm:
+        before = rows_with(llm, [adapter])
+        llm.update_weights(other)
+        with pytest.raises(ValueError, match="has other values in adapter_model than in the model"):
+            rows_with(llm, [adapter])
+        llm.update_weights(folder)
+        assert all(map(torch.equal, rows_with(llm, [adapter]), before))
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen3_5", "qwen3_moe", "zamba2"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_bits_do_not_depend_on_what_runs_beside(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import shutil
 import threading
 from collections.abc import Callable
@@ -148,6 +149,74 @@ def test_what_does_not_fit_changes_nothing(
             with pytest.raises(ValueError, match=message):
                 llm.update_weights(bad)  # type: ignore[arg-type]
             assert is_same(answer(llm), before)
+
+
+def test_a_folder_whose_config_computes_other_values_is_refused(
+    checkpoint: Checkpoint, other: Callable[[str], Path], tmp_path: Path
+) -> None:
+    first = shutil.copytree(checkpoint("gemma2"), tmp_path / "first")
+    second = shutil.copytree(other("gemma2"), tmp_path / "second")
+    config = json.loads((second / "config.json").read_text())
+    with engine(second) as llm:
+        fresh = answer(llm)
+    with engine(first) as llm:
+        before = answer(llm)
+        for name, value in (
+            ("rms_norm_eps", 0.3),
+            ("sliding_window", 3),
+            ("attn_logit_softcapping", 1.0),
+            ("rope_parameters", {"rope_type": "default", "rope_theta": 500.0}),
+        ):
+            for folder, given in ((second, second), (first, None)):
+                (folder / "config.json").write_text(json.dumps(config | {name: value}))
+                with pytest.raises(ValueError, match=f"config.json of the weights has {name}="):
+                    llm.collective_rpc("reload_weights", args=(given and str(given),))
+                assert is_same(answer(llm), before)
+        changes = {"use_cache": False, "eos_token_id": 3, "attention_dropout": 0.5, "mine": 1}
+        changes["architectures"] = ["FSDPGemma2ForCausalLM"]
+        (second / "config.json").write_text(json.dumps(config | changes))
+        llm.update_weights(second)
+        assert is_same(answer(llm), fresh)
+
+
+def test_codes_of_another_meaning_are_refused(tmp_path: Path) -> None:
+    """gptq_v2 has the same tensors as gptq, and zeros that are larger by one."""
+    first, second = (
+        quantise_checkpoint(
+            make_checkpoint(tmp_path / str(seed) / "float", "llama", seed=seed), FORMATS["gptq"]
+        ).stored
+        for seed in (0, 77)
+    )
+    with engine(second) as llm:
+        fresh = answer(llm)
+    with engine(first) as llm:
+        before = answer(llm)
+        config = json.loads((second / "config.json").read_text())
+        for version in ("gptq_v2", "gptq"):
+            stored = config["quantization_config"] | {"checkpoint_format": version}
+            changed = json.dumps(config | {"quantization_config": stored})
+            (second / "config.json").write_text(changed)
+            if version == "gptq_v2":
+                with pytest.raises(ValueError, match="means something else by the quantization_co"):
+                    llm.update_weights(second)
+                assert is_same(answer(llm), before)
+        llm.update_weights(second)
+        assert is_same(answer(llm), fresh)
+
+
+def test_the_checkpoint_of_the_start_may_be_gone(
+    checkpoint: Checkpoint, other: Callable[[str], Path], tmp_path: Path
+) -> None:
+    first, second = checkpoint("llama"), other("llama")
+    with engine(first) as llm:
+        before = answer(llm)
+    with engine(shutil.copytree(second, tmp_path / "second")) as llm:
+        after = answer(llm)
+        shutil.rmtree(tmp_path / "second")
+        llm.update_weights(first)
+        assert is_same(answer(llm), before)
+        llm.update_weights(weights_in(second))
+        assert is_same(answer(llm), after)
 
 
 def test_names_are_compared_by_what_they_stand_for(

@@ -8,6 +8,7 @@ prefixes (``v1/core/prefix_hash.py``).
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from contextlib import suppress
 from importlib.metadata import EntryPoint
@@ -36,6 +37,16 @@ if TYPE_CHECKING:
 
 _WHERE_READ = ("_name_or_path", "transformers_version", "_commit_hash")
 """Entries of a config that record where it was read from."""
+
+_CHANGE_NO_STATE = frozenset({
+    "architectures", "bos_token_id", "compression_config", "dtype", "eos_token_id", "id2label",
+    "label2id", "output_attentions", "output_hidden_states", "output_router_logits",
+    "pad_token_id", "problem_type", "quantization_config", "return_dict", "tie_word_embeddings",
+    "use_cache",
+})  # fmt: skip
+"""Entries that trainers change, and that states do not depend on. Tensors say which head is tied,
+and how weights are stored."""
+_FOR_TRAINING = re.compile("dropout|pdrop|loss|aux|jitter|^initializer_|^unsloth|_version$|^_")
 
 
 def value_identity(vllm_config: VllmConfig, kernels: str) -> dict[str, Any]:
@@ -77,6 +88,20 @@ def value_identity(vllm_config: VllmConfig, kernels: str) -> dict[str, Any]:
         "values_version": VALUES_VERSION,
     }
     return {name: value for name, value in identity.items() if value not in (None, [], {})}
+
+
+def config_for_values(model: ModelConfig) -> dict[str, Any]:
+    """Return the entries of config.json that a model's states depend on, by name.
+
+    Those of towers are left out, and how weights are stored.
+    """
+    return {
+        name: value
+        for one in (model.hf_config, model.hf_text_config)
+        for name, value in one.to_dict().items()
+        if name not in (*_WHERE_READ, *_CHANGE_NO_STATE, *one.sub_configs)
+        and _FOR_TRAINING.search(name) is None
+    }
 
 
 def _asked_kernels(vllm_config: VllmConfig) -> dict[str, str | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import field
 from functools import cached_property
@@ -194,6 +195,23 @@ class ModelConfig:
         _ = self.hf_config
         is_function = callable(self.hf_overrides)
         return {**vars(self), **({"hf_overrides": {}} if is_function else {})}
+
+    def of_checkpoint(self, folder: str, revision: str | None) -> ModelConfig:
+        """Return a copy that reads the config.json of another checkpoint, with these options.
+
+        Functions in ``hf_overrides`` count in the process that made them only.
+        """
+        read = (
+            "hf_config",
+            "hf_text_config",
+            "quantization_config",
+            "separate_quantization_config",
+        )
+        other = copy.copy(self)
+        for name in read:
+            vars(other).pop(name, None)
+        other.model, other.revision = folder, revision
+        return other
 
     @cached_property
     def hf_config(self) -> PretrainedConfig:

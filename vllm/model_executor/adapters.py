@@ -69,7 +69,7 @@ def load_adapter(model: nn.Module, folder: Path, max_rank: int, device: torch.de
             known = weight.adapted_as or weight
             parts[known, table, finder.use_of(name)[1]].append(part)
             weight.is_adapted = known.is_adapted = True
-    return Adapter(files.digest, parts)
+    return Adapter(files.digest, parts, has_tables=bool(files.tables))
 
 
 def _make_finder(model: nn.Module) -> _Finder:

@@ -101,6 +101,8 @@ class Adapter:
     """Identifies its content."""
     parts: Mapping[tuple[Weight, int, int], Sequence[LowRank | LowRankRows | LowRankHeads]]
     """By weight, table of the weight, and use of the module (0, unless layers share it)."""
+    has_tables: bool = False
+    """True if its files have tables of the model, which it can be used with only."""
 
 
 @dataclass(frozen=True, eq=False)

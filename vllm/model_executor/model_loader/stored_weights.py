@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -43,6 +43,26 @@ def stored_weights(
     if model_config.quantization_config is None:
         return tensors
     return join_given_weights(model_config, tensor_names(files, wanted), tensors)
+
+
+def check_stored_alike(
+    config: Mapping[str, Any], other: Mapping[str, Any], names: Collection[str]
+) -> None:
+    """Raise ValueError if two quantization_configs give tensors of these names another meaning."""
+    format_of, other_format_of = read_quantization(config), read_quantization(other)
+    for name in names:
+        stored, others = (_part_of_module(name, names, one) for one in (format_of, other_format_of))
+        if (stored and _settings_of(stored[0])) != (others and _settings_of(others[0])):
+            raise ValueError(
+                f"weight {name!r} means something else by the quantization_config of the weights "
+                "than by that with which the engine started; start another engine"
+            )
+
+
+def _settings_of(stored: object) -> object:
+    if not isinstance(stored, StorageFormat):
+        return stored
+    return type(stored), {name: _settings_of(value) for name, value in vars(stored).items()}
 
 
 def join_given_weights(

@@ -51,6 +51,7 @@ class EngineFrontEnd:
         return Pooler(self.vllm_config)
 
     def _make_input_processor(self) -> InputProcessor:
+        self.pooler.read_files()
         return InputProcessor(self.vllm_config, self.tokenizer, self._no_tokenizer_reason)
 
     def _notify_listeners(self, stats: Iterable[dict[str, Any]], events: list[Any]) -> None:

@@ -7,6 +7,7 @@ follows it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Literal, TypedDict, get_args
@@ -107,11 +108,17 @@ class PoolingCall:
 
 
 class Pooler:
-    """Makes the calls of one engine; reads the checkpoint's files when they are first needed."""
+    """Makes the calls of one engine."""
 
     def __init__(self, vllm_config: VllmConfig) -> None:
         self._vllm_config = vllm_config
         self._model_config = vllm_config.model_config
+
+    def read_files(self) -> None:
+        """Read the checkpoint's files, which may be those of another one when they are needed."""
+        _ = self._head
+        with suppress(ValueError):  # the calls that need these files say so
+            _ = self._stated
 
     @property
     def head(self) -> Head:

@@ -51,7 +51,9 @@ class Worker:
         if knows_reference(self.model_runner.model):
             check_against_reference(self.model_runner)
         model = self.model_runner.model
-        self._weights = WeightUpdates(model, self.vllm_config)
+        self._weights = WeightUpdates(
+            model, self.vllm_config, self.model_runner.adapters.note_new_weights
+        )
         self.model_runner.shared_steps.not_ready_reason = lambda: self.not_ready_reason
         self._receiver = WeightReceiver(self._weights, self.device, num_weight_bytes(model))
         return self.give_up_ways(0)

@@ -74,6 +74,10 @@ class AdapterStore:
             del self._loaded[one]
         return bool(found)
 
+    def note_new_weights(self) -> None:
+        """Free adapters that have tables, which are compared with the model's when they load."""
+        self._loaded = {key: one for key, one in self._loaded.items() if not one.has_tables}
+
     def take(self, request_id: str) -> Adapter | None:
         """Return the adapter of a request that begins, or ends before it has begun."""
         return self._waiting.pop(request_id, None)

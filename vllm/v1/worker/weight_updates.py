@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from functools import cached_property
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, cast
 
 import torch
 from torch import nn
 
+from vllm.config.identity import config_for_values
 from vllm.distributed.parallel_state import fails_on_all_ranks
 from vllm.logger import init_logger
 from vllm.model_executor.layers.weight import rehearsal, weight_storages, weights_of
@@ -18,10 +18,9 @@ from vllm.model_executor.model_loader.checkpoint import (
     iterate_mapped_weights,
     iterate_weights,
     stored_shapes,
-    tensor_names,
 )
 from vllm.model_executor.model_loader.loader import find_weights, load_checkpoint
-from vllm.model_executor.model_loader.stored_weights import join_given_weights
+from vllm.model_executor.model_loader.stored_weights import check_stored_alike, join_given_weights
 from vllm.model_executor.models.interfaces import (
     FindsWeights,
     MayKeepWeights,
@@ -54,13 +53,44 @@ class _Lent(NamedTuple):
     """Its bytes in host memory; None: they are lost."""
 
 
+class _StartedWith(NamedTuple):
+    """The checkpoint that the model was made from, with which updates are compared."""
+
+    shapes: dict[str, Sequence[int]]
+    """The shapes of all tensors, by name; empty: it has none."""
+    heads: dict[str, torch.Tensor]
+    """The heads that the front end reads, by name (``v1/engine/pooling_heads.py``)."""
+    config: dict[str, Any]
+    quantization: dict[str, Any] | None
+
+    @classmethod
+    def read(cls, vllm_config: VllmConfig) -> Self:
+        model_config = vllm_config.model_config
+        files = find_weights(vllm_config, fetches=False) or ()
+        prefixes = other_heads(model_config.has_other_head)
+        heads = dict(iterate_weights(files, lambda name: name.startswith(prefixes)))
+        stated = model_config.of_checkpoint(model_config.model, model_config.revision)
+        config: dict[str, Any] = {}
+        with suppress(
+            ValueError
+        ):  # a function in hf_overrides, which is not here, may have mended it
+            config = config_for_values(stated)
+        return cls(stored_shapes(files), heads, config, model_config.quantization_config)
+
+
 class WeightUpdates:
     """Replaces weights of one model. No step may run meanwhile."""
 
-    def __init__(self, model: nn.Module, vllm_config: VllmConfig) -> None:
+    def __init__(
+        self, model: nn.Module, vllm_config: VllmConfig, on_change: Callable[[], None]
+    ) -> None:
+        """on_change: called when weights were replaced."""
         self._model, self._vllm_config = model, vllm_config
+        # Later the folder may hold another checkpoint, or be gone.
+        self._started_with = _StartedWith.read(vllm_config)
         self.problem: str | None = None
         """The reason why the model computes nothing of use; None: its weights are whole."""
+        self._on_change = on_change
         self._missing: set[Hashable] = set()  # places to replace until there is no problem
         self._left: set[Hashable] = set()  # places to replace until the update is whole
         self._is_begun = False  # whether the update has replaced a weight
@@ -82,10 +112,31 @@ class WeightUpdates:
         with fails_on_all_ranks():
             files = self._files_of(path)
             self.check(stored_shapes(files), is_whole=True)
-            self._check_heads(iterate_weights(files, self._heads.__contains__))
+            self._check_config(path)
+            self._check_heads(iterate_weights(files, self._started_with.heads.__contains__))
             with rehearsal(self._model):
                 load_checkpoint(self._model, self._vllm_config, files, iterate_mapped_weights)
         return files
+
+    def _check_config(self, path: str | None) -> None:
+        """Raise ValueError if a folder's config.json says that other values are computed."""
+        model_config = self._vllm_config.model_config
+        place, revision = model_config.model, model_config.revision
+        if path is not None:
+            place, revision = str(Path(path).expanduser()), None
+            if not Path(place, "config.json").exists():
+                return
+        other = model_config.of_checkpoint(place, revision)
+        found, own = config_for_values(other), self._started_with.config
+        for name in sorted(own.keys() & found.keys()):
+            if found[name] != own[name]:
+                raise ValueError(
+                    f"config.json of the weights has {name}={brief(found[name])}, and the engine "
+                    f"started with {brief(own[name])}; start another engine, or mend the file"
+                )
+        stored, others = self._started_with.quantization, other.quantization_config
+        if stored is not None and others is not None:
+            check_stored_alike(stored, others, self._started_with.shapes.keys())
 
     def load(self, weights: Mapping[str, torch.Tensor] | Named) -> list[str]:
         """Replace some weights, by the names in the checkpoint; returns the parameters' names.
@@ -111,7 +162,7 @@ class WeightUpdates:
     def check_forms(self, forms: Mapping[str, torch.Size | tuple[int, ...]]) -> None:
         """Raise the ValueError of :meth:`load` for floats of these shapes, by their names."""
         self.check(forms)
-        for name in forms.keys() & self._heads.keys():
+        for name in forms.keys() & self._started_with.heads.keys():
             raise ValueError(f"weight {name!r} {_HEADS_STAY}")
         nothing = torch.zeros(())
         self._rehearse({name: nothing.expand(shape) for name, shape in forms.items()})
@@ -128,25 +179,18 @@ class WeightUpdates:
             weights = join_given_weights(self._vllm_config.model_config, names, named.items())
         return model.load_weights(weights)
 
-    @cached_property
+    @property
     def _names(self) -> set[str] | None:
         """Names in the quantised checkpoint that the model was made from; None: it is not."""
-        if self._vllm_config.model_config.quantization_config is None:
+        if self._started_with.quantization is None:
             return None
-        return tensor_names(find_weights(self._vllm_config, fetches=False) or ())
-
-    @cached_property
-    def _heads(self) -> dict[str, torch.Tensor]:
-        """The heads of the model's checkpoint that the front end reads, by name
-        (``v1/engine/pooling_heads.py``)."""
-        files = find_weights(self._vllm_config, fetches=False) or ()
-        prefixes = other_heads(self._vllm_config.model_config.has_other_head)
-        return dict(iterate_weights(files, lambda name: name.startswith(prefixes)))
+        return set(self._started_with.shapes)
 
     def _check_heads(self, weights: Named) -> None:
         """Raise ValueError if one of these heads is given with other values."""
+        heads = self._started_with.heads
         for name, tensor in weights:
-            if name in self._heads and not torch.equal(self._heads[name].to(tensor), tensor):
+            if name in heads and not torch.equal(heads[name].to(tensor), tensor):
                 raise ValueError(f"weight {name!r} has other values and {_HEADS_STAY}")
 
     def _files_of(self, path: str | None) -> list[Path]:
@@ -245,11 +289,10 @@ class WeightUpdates:
         Tensors that the model does not read, such as those of a tower or of a tied head, are left
         out.
         """
-        files = find_weights(self._vllm_config, fetches=False) or ()
         skipped_part = self._skipped_part()
         is_plain = self._vllm_config.model_config.quantization_config is None
         found: dict[Hashable, tuple[str, tuple[int, ...]]] = {}
-        for name, shape in stored_shapes(files).items():
+        for name, shape in self._started_with.shapes.items():
             place = place_of(name)
             has_place = place != name or not (is_plain and isinstance(self._model, FindsWeights))
             if has_place and skipped_part(name) is None:
@@ -273,6 +316,7 @@ class WeightUpdates:
         try:
             with fails_on_all_ranks():
                 yield
+                self._on_change()
         except BaseException as error:
             self._break(f"a replacement of its weights failed ({error})")
             raise
