@@ -22,11 +22,14 @@ constexpr int64_t kFewestTerms = 8;  // fewest terms of a group
 constexpr int64_t kFewestItems = 4;  // per thread, for items of several panels; else of one panel
 
 // Whether this is AMD's Zen 5 or later, whose vectors of 512 bits are not computed in halves.
-bool is_zen5_or_later() {
+[[gnu::noinline]] bool is_zen5_or_later() {
 #if defined(__x86_64__)
-  unsigned a = 0, b = 0, c = 0, d = 0;
-  if (__get_cpuid(0, &a, &b, &c, &d) == 0 || b != signature_AMD_ebx) return false;
-  return __get_cpuid(1, &a, &b, &c, &d) != 0 && (a >> 8 & 0xf) + (a >> 20 & 0xff) >= 0x1a;
+  static const bool found = [] {
+    unsigned a = 0, b = 0, c = 0, d = 0;
+    if (__get_cpuid(0, &a, &b, &c, &d) == 0 || b != signature_AMD_ebx) return false;
+    return __get_cpuid(1, &a, &b, &c, &d) != 0 && (a >> 8 & 0xf) + (a >> 20 & 0xff) >= 0x1a;
+  }();
+  return found;
 #else
   return false;
 #endif
@@ -245,9 +248,8 @@ class PackedPanel {
   // of 1,024 x 6,144, two threads: 98 us with two panels, 80 with one; other formats 2 to 10
   // percent less; a step of a model of 0.5 billion parameters 12.9 -> 11.3 ms.
   static int64_t at_once(int64_t rows, int64_t panels, int64_t threads) {
-    static const bool overlaps = kWidth == 16 && is_zen5_or_later();
-    const bool by_row = !kByTiles && rows == 1 && !overlaps;
-    return by_row && panels >= kMostPanels * kFewestItems * threads ? kMostPanels : 1;
+    const bool can_be = !kByTiles && rows == 1 && panels >= kMostPanels * kFewestItems * threads;
+    return can_be && !(kWidth == 16 && is_zen5_or_later()) ? kMostPanels : 1;
   }
 
   // `panels` panels from panel `number` on.
