@@ -9,7 +9,7 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from vllm.config import LoRAConfig, ParallelConfig, SchedulerConfig
+from vllm.config import LoadConfig, LoRAConfig, ParallelConfig, SchedulerConfig
 from vllm.v1.engine import (
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -73,6 +73,8 @@ def make_config(extracts: bool = False, **changes: Any) -> Any:
         "tokenizer": "nowhere",
         "tokenizer_mode": "auto",
         "tokenizer_revision": None,
+        "revision": None,
+        "hf_token": None,
         "trust_remote_code": False,
         "skip_tokenizer_init": True,
         "max_model_len": 64,
@@ -84,6 +86,7 @@ def make_config(extracts: bool = False, **changes: Any) -> Any:
     speculative = SimpleNamespace(method="extract_hidden_states") if extracts else None
     return SimpleNamespace(
         model_config=SimpleNamespace(**model | changes),
+        load_config=LoadConfig(load_format="dummy"),
         lora_config=LoRAConfig(),
         speculative_config=speculative,
         scheduler_config=SchedulerConfig(),

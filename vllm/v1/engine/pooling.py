@@ -117,7 +117,7 @@ class Pooler:
     def read_files(self) -> None:
         """Read the checkpoint's files, which may be those of another one when they are needed."""
         _ = self._head
-        with suppress(ValueError):  # the calls that need these files say so
+        with suppress(ValueError, OSError):  # the calls that need these files say so
             _ = self._stated
 
     @property

@@ -71,9 +71,8 @@ class _StartedWith(NamedTuple):
         heads = dict(iterate_weights(files, lambda name: name.startswith(prefixes)))
         stated = model_config.of_checkpoint(model_config.model, model_config.revision)
         config: dict[str, Any] = {}
-        with suppress(
-            ValueError
-        ):  # a function in hf_overrides, which is not here, may have mended it
+        # A function in hf_overrides, which is not here, may have mended it.
+        with suppress(ValueError):
             config = config_for_values(stated)
         return cls(stored_shapes(files), heads, config, model_config.quantization_config)
 
