@@ -8,8 +8,9 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Query
 from pydantic import Field
 
+from vllm.entrypoints.openai.address_fields import IN_ADDRESS
 from vllm.entrypoints.openai.errors import bad_request
-from vllm.entrypoints.openai.protocol import IN_ADDRESS, Body
+from vllm.entrypoints.openai.protocol import Body
 from vllm.entrypoints.openai.state import State
 from vllm.v1.engine.worker_calls import PauseMode
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import suppress
 from typing import Annotated, Any, Literal, Required, Self
 
 from fastapi import Depends, Request
@@ -30,7 +29,6 @@ from vllm.entrypoints.openai.errors import ApiError, bad_form
 from vllm.entrypoints.openai.responses import Described
 from vllm.hidden_states.names import MOST_LOGPROBS, Pooling
 from vllm.logger import init_logger
-from vllm.utils.text import parse_json
 
 logger = init_logger(__name__)
 
@@ -307,24 +305,6 @@ class Body(Described):
         names = list(_unknown_fields(body))
         body._warnings = told_of_unknown(names, request.app.state.server.settings.strict_requests)
         return body
-
-
-async def _check_address(request: Request) -> None:
-    """Raise ApiError if a body has a parameter of the address, where it would have no effect;
-    tell of parameters that are not known."""
-    known = {field.alias for field in request.scope["route"].dependant.query_params}
-    given: Any = None
-    with suppress(ValueError):  # whatever else it is, nobody reads it
-        given = parse_json(await request.body())
-    fields = [name for name in given if given[name] is not None] if isinstance(given, dict) else []
-    for name in known.intersection(fields):
-        raise bad_form((f"body.{name}", f"has to be in the address: ?{name}=..."))
-    names = [*fields, *(name for name in request.query_params if name not in known)]
-    told_of_unknown(names, request.app.state.server.settings.strict_requests)
-
-
-IN_ADDRESS = [Depends(_check_address)]
-"""Dependencies of calls that have their parameters in the address, and no body."""
 
 
 class StreamOptions(Described):

@@ -18,12 +18,12 @@ from fastapi import APIRouter, Depends, Request
 from pydantic import Field, Strict, ValidationError
 from starlette.responses import Response
 
+from vllm.entrypoints.openai.address_fields import IN_ADDRESS
 from vllm.entrypoints.openai.completion import Completion
 from vllm.entrypoints.openai.errors import ApiError, bad_form, bad_request
 from vllm.entrypoints.openai.extraction import byte_limit
 from vllm.entrypoints.openai.limits import at_end, reply_files
 from vllm.entrypoints.openai.protocol import (
-    IN_ADDRESS,
     MAX_TOOLS,
     Body,
     ChatFields,

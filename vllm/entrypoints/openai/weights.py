@@ -17,8 +17,9 @@ from fastapi import APIRouter, Depends
 from pydantic import Field
 
 from vllm.distributed.weight_transfer import PACKED_BYTES, Announced, GroupPlace
+from vllm.entrypoints.openai.address_fields import IN_ADDRESS
 from vllm.entrypoints.openai.errors import bad_form, bad_request
-from vllm.entrypoints.openai.protocol import IN_ADDRESS, Body
+from vllm.entrypoints.openai.protocol import Body
 from vllm.entrypoints.openai.state import ServerState, State
 
 vllm_router = APIRouter(include_in_schema=False)
