@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, cast
 
@@ -70,10 +70,10 @@ class _StartedWith(NamedTuple):
         prefixes = other_heads(model_config.has_other_head)
         heads = dict(iterate_weights(files, lambda name: name.startswith(prefixes)))
         stated = model_config.of_checkpoint(model_config.model, model_config.revision)
-        config: dict[str, Any] = {}
-        # A function in hf_overrides, which is not here, may have mended it.
-        with suppress(ValueError):
+        try:
             config = config_for_values(stated)
+        except ValueError:  # a function in hf_overrides, which is not here, may have mended it
+            config = config_for_values(model_config)
         return cls(stored_shapes(files), heads, config, model_config.quantization_config)
 
 
