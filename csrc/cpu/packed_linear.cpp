@@ -244,9 +244,8 @@ class PackedPanel {
   static constexpr int64_t kChunkBytes = Source::kBytes * kColumns;
 
   // Number of panels that are multiplied together. Several for a lone row give the unpacking of one
-  // something to overlap with (Zen 4), unless the CPU finds that by itself. Measured on Zen 5, INT4
-  // of 1,024 x 6,144, two threads: 98 us with two panels, 80 with one; other formats 2 to 10
-  // percent less; a step of a model of 0.5 billion parameters 12.9 -> 11.3 ms.
+  // something to overlap with (measured on Zen 4). Zen 5 is faster without: INT4 of 1,024 x 6,144, two
+  // threads, 110 -> 88 us; a step of a model of 0.5 billion parameters 12.9 -> 11.3 ms.
   static int64_t at_once(int64_t rows, int64_t panels, int64_t threads) {
     const bool can_be = !kByTiles && rows == 1 && panels >= kMostPanels * kFewestItems * threads;
     return can_be && !(kWidth == 16 && is_zen5_or_later()) ? kMostPanels : 1;
