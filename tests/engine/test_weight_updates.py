@@ -403,6 +403,35 @@ def test_a_head_that_an_update_unties_can_be_tied_again(
             assert is_same(answer(llm), fresh[right])
 
 
+def test_copies_of_shared_blocks_are_skipped_while_the_head_is_untied(
+    checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    """Zamba's config ties the blocks and the head by one entry, and the head may differ."""
+    folder, untied = checkpoint("zamba2", tie_word_embeddings=True), tmp_path / "untied"
+    weights = weights_in(folder)
+    config = json.loads((folder / "config.json").read_text())
+    kinds, num_blocks = config["layers_block_type"], config["num_mem_blocks"]
+    uses = [index for index, kind in enumerate(kinds) if kind == "hybrid"]
+    copies = {
+        name.replace(f"layers.{uses[number % num_blocks]}.", f"layers.{use}."): tensor.clone()
+        for number, use in enumerate(uses[num_blocks:])
+        for name, tensor in weights.items()
+        if name.startswith(f"model.layers.{uses[number % num_blocks]}.shared_transformer.")
+        and "adapter" not in name
+    }
+    assert copies
+    head = {"lm_head.weight": weights["model.embed_tokens.weight"] * 0.5 + 0.1}
+    shutil.copytree(folder, untied)
+    save_file({**weights, **copies, **head}, untied / "model.safetensors", {"format": "pt"})
+    with engine(untied) as llm:
+        fresh = answer(llm)
+    with engine(folder) as llm:
+        before = answer(llm)
+        for update, right in ((untied, fresh), (untied, fresh), (folder, before), (untied, fresh)):
+            llm.update_weights(update)
+            assert is_same(answer(llm), right)
+
+
 def module_of(name: str) -> str:
     """The module of a tensor of codes, or the tensor itself."""
     return f"{name.partition('_proj.')[0]}_proj" if "_proj." in name else name

@@ -28,7 +28,6 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     ParallelLMHead,
     VocabParallelEmbedding,
 )
-from vllm.model_executor.layers.weight import weight_of
 from vllm.model_executor.layers.weight_share import Stored
 from vllm.model_executor.model_loader.weight_utils import log_skipped
 from vllm.model_executor.models.decoder_block import (
@@ -40,6 +39,7 @@ from vllm.model_executor.models.decoder_block import (
     SelfAttention,
 )
 from vllm.model_executor.models.decoder_loop import DecoderLayer, run_decoder_layers
+from vllm.model_executor.models.head_tie import HeadTie
 from vllm.model_executor.models.interfaces import has_aux_layers
 from vllm.model_executor.models.utils import (
     STACKED_GATE_UP,
@@ -56,7 +56,7 @@ from vllm.model_executor.models.utils import (
     require_option,
 )
 from vllm.model_executor.pipeline import keep_parameters
-from vllm.model_executor.utils import ElsewhereParameter, is_all_ours, make_parameter
+from vllm.model_executor.utils import is_all_ours, make_parameter
 from vllm.ops.packed_linear import PackedWeight
 from vllm.sequence import IntermediateTensors
 from vllm.utils.pipeline_stage import PipelineStage
@@ -241,13 +241,9 @@ class DecoderForCausalLM(Layer):
             bias=self.head_bias,
             prefix=maybe_prefix(prefix, "lm_head"),
         )
-        self.tied = self.ties_head(vllm_config.model_config)
-        self._may_tie_again = False  # whether an update untied the head
-        self._head_came = False  # whether the update that goes on has a head
+        self.head_tie = HeadTie(self, self.ties_head(vllm_config.model_config))
         self.has_other_head = vllm_config.model_config.has_other_head
         self.has_others_beside = has_others_beside(vllm_config.model_config)
-        if self.tied:
-            self.lm_head.tie_weights(self.model.embed_tokens)
         self.logits_processor = self.make_logits_processor(config)
 
     def _init_model(
@@ -464,7 +460,7 @@ class DecoderForCausalLM(Layer):
         """Load the weights strictly, see :class:`AutoWeightsLoader`."""
         # The checkpoint may contain a tied head too.
         names = CheckpointNames({}, self.names_in_checkpoint(), self.checkpoint_prefixes)
-        tied = ("lm_head.", names.spell("lm_head.weight")) if self.tied else ()
+        tied = ("lm_head.", names.spell("lm_head.weight")) if self.head_tie.is_tied else ()
         heads: list[Stored] = []
         tables: list[Stored] = []
         skipped_part, skipped = self.make_skipper(), Counter[str]()
@@ -486,19 +482,16 @@ class DecoderForCausalLM(Layer):
         loaded = loader.load_weights(published())
         log_skipped(skipped)
         if loader.lacks_head:
-            self.lm_head.tie_weights(self.model.embed_tokens)  # its own would take memory
+            self.head_tie.tie()  # its own would take memory
             self.why_no_head = f"the checkpoint has no tensors named {names.spell('lm_head.')}*"
             logger.warning("%s: rows can be extracted, nothing can be generated", self.why_no_head)
-        self._head_came |= bool(heads) or "lm_head.weight" in loaded
-        for head in heads:
-            self._untie(head, tables)
-        if heads or self._tie_again(loaded):
+        if self.head_tie.follow(heads, tables, loaded):
             loaded.add("lm_head.weight")
         return loaded
 
     def begin_update(self) -> None:
         """Note that new weights come, in one or several calls of :meth:`load_weights`."""
-        self._head_came = False
+        self.head_tie.begin_update()
 
     def _make_loader(
         self, skip_prefixes: tuple[str, ...] = (), head_prefix: str = ""
@@ -552,50 +545,6 @@ class DecoderForCausalLM(Layer):
             if name.startswith(own) and (name != written or own == "lm_head."):
                 return theirs + name[len(own) :]
         return name
-
-    def _equals(self, head: Stored, tables: list[Stored]) -> bool:
-        """Return whether a head has the values of the embeddings that came with it, or else of
-        those in memory."""
-        if not tables:
-            return self.lm_head.holds(head)
-        given = (head, tables[0])
-        floats = [one for one in given if isinstance(one, torch.Tensor)]
-        return len(floats) == 2 and torch.equal(floats[0], floats[1].to(floats[0]))
-
-    def _untie(self, head: Stored, tables: list[Stored]) -> None:
-        """Untie the head if the checkpoint's head differs from the embeddings, whatever the config
-        says, as in transformers. tables: the embeddings that came with it."""
-        table = self.lm_head.weight
-        if isinstance(table, ElsewhereParameter) or head.device.type == "meta":
-            return
-        if weight_of(table).is_rehearsing:  # the embeddings to compare with are the old ones
-            self.lm_head.weight_loader(table, head)
-            is_rounded = weight_of(table).quantise is not None
-            if is_rounded and not self._equals(head, tables):
-                raise ValueError(
-                    "weight 'lm_head.weight' differs from the embeddings, and head_quantization "
-                    "rounded both as one table; make a new engine for a head of its own"
-                )
-            return
-        if not self.lm_head.untie(head):
-            return
-        self._may_tie_again = weight_of(self.lm_head.weight).is_finished
-        logger.warning(
-            "config.json has tie_word_embeddings=true, but the checkpoint has a head with other "
-            "values than its embeddings: the two are not tied"
-        )
-        self.tied = False
-
-    def _tie_again(self, loaded: set[str]) -> bool:
-        """Tie a head that an update untied, if this one brings embeddings and no head: as the
-        config says, they are the head too. Returns whether they are."""
-        comes_alone = "model.embed_tokens.weight" in loaded and not self._head_came
-        if not (self._may_tie_again and comes_alone):
-            return False
-        if not weight_of(self.lm_head.weight).is_rehearsing:
-            self.lm_head.tie_weights(self.model.embed_tokens)
-            self.tied, self._may_tie_again = True, False
-        return True
 
 
 class HybridForCausalLM(DecoderForCausalLM):

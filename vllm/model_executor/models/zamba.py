@@ -169,6 +169,8 @@ class SharingForCausalLM(HybridForCausalLM):
         self._hybrid_ids = [index for index, kind in enumerate(kinds) if kind == "hybrid"]
         self._shared: dict[int, SharedBlock] = {}  # by the number of the block
         super().__init__(vllm_config=vllm_config, prefix=prefix)
+        # As the config says, also while a checkpoint's head differs from the embeddings.
+        self._has_copies_of_blocks = self.head_tie.is_tied
 
     def num_blocks(self, config: Any) -> int:
         """Return the number of shared blocks, which hybrid layers use in turn."""
@@ -186,7 +188,7 @@ class SharingForCausalLM(HybridForCausalLM):
 
     def weights_to_skip(self) -> tuple[str, ...]:
         """Skip the copies of shared blocks at later uses."""
-        if not self.tied:
+        if not self._has_copies_of_blocks:
             return ()
         again = self._hybrid_ids[self.num_blocks(self.config) :]
         return tuple(f"model.layers.{index}.{self._block_name}." for index in again)
