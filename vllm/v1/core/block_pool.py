@@ -276,8 +276,6 @@ class BlockPool:
 
 
 def _take_last(idle: list[int], most: int) -> list[int]:
-    kept = max(len(idle) - most, 0)
-    blocks = idle[kept:]
-    blocks.reverse()
-    del idle[kept:]
+    blocks = idle[: -most - 1 : -1]
+    del idle[-most:]
     return blocks

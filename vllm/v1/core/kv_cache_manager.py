@@ -120,6 +120,8 @@ class KVCacheManager:
         if self.coordinator.has_recurrent_state:
             limit = self.coordinator.longest_token_hit(request.prefix_hashes, limit)
             self._branches[request.request_id] = limit * HASH_TOKENS
+        if limit <= 0:
+            return None
         return self.coordinator.find_longest_hit(request.prefix_hashes, limit)
 
     def _is_cached(self, request: Request) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from array import array
+import struct
 from functools import lru_cache
 
 from vllm.v1.request import Request
@@ -38,7 +38,8 @@ def extend_prefix_hashes(request: Request, num_tokens: int) -> None:
         return
     digest = hashes[-1] if hashes else prefix_seed(request)
     start = len(hashes) * HASH_TOKENS
-    tokens = array("q", request.all_token_ids[start : num_hashes * HASH_TOKENS]).tobytes()
+    token_ids = request.all_token_ids[start : num_hashes * HASH_TOKENS]
+    tokens = struct.pack(f"{len(token_ids)}q", *token_ids)
     step = 8 * HASH_TOKENS
     for offset in range(0, len(tokens), step):
         digest = hashlib.sha256(digest + tokens[offset : offset + step]).digest()[:DIGEST_BYTES]

@@ -106,15 +106,17 @@ class TokenBlockManager:
         per_block = self.tokens_per_block
         first = self._registered.get(request_id, 0)
         last = num_tokens // HASH_TOKENS
+        if last <= first:
+            return
         register, group_id = self.pool.register, self.group_id
         for grain in range(first, last):
-            end = (grain + 1) * HASH_TOKENS
+            digest, begin = hashes[grain], grain * HASH_TOKENS
             # The blocks that hold tokens of the grain.
-            begin_block, end_block = (end - HASH_TOKENS) // per_block, cdiv(end, per_block)
-            for index, block in enumerate(table[begin_block:end_block], begin_block):
+            for index in range(begin // per_block, (begin + HASH_TOKENS - 1) // per_block + 1):
+                block = table[index]
                 if block != NULL_BLOCK:
-                    register(block, (group_id, hashes[grain], index))
-        self._registered[request_id] = max(first, last)
+                    register(block, (group_id, digest, index))
+        self._registered[request_id] = last
 
     def _find_full(self, hashes: Sequence[bytes], index: int) -> int | None:
         """The block that holds all tokens of table position ``index``."""

@@ -79,12 +79,15 @@ class Deliveries:
         if is_loading:
             self._held_loads[request.request_id] = request
         self._free_unless_held(request)
+        waits_for_rows = request.extraction is not None and output.finish_reason in _GOOD_ENDS
+        if not (waits_for_file or waits_for_rows):
+            self._hand_out(request.request_id, output)
+            return
         self._held_outputs[request.request_id] = output
         if waits_for_file:
             self._awaited_since[request.request_id] = time.monotonic()
-        if request.extraction is not None and output.finish_reason in _GOOD_ENDS:
+        if waits_for_rows:
             self._awaits_rows.add(request.request_id)
-        self._release_if_ready(request.request_id)
 
     def _tell_end(
         self, request: Request, block_ids: tuple[list[int], ...]
@@ -206,7 +209,10 @@ class Deliveries:
         """Hand out a last output that waits for nothing more."""
         self._awaits_rows.discard(request_id)
         self._awaited_since.pop(request_id, None)
-        self.outputs.append(self._held_outputs.pop(request_id))
+        self._hand_out(request_id, self._held_outputs.pop(request_id))
+
+    def _hand_out(self, request_id: str, output: EngineCoreOutput) -> None:
+        self.outputs.append(output)
         self._forget(request_id)
 
     def _forget(self, request_id: str) -> None:

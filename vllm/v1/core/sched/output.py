@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
+import msgspec
+
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
     from vllm.sampling_params import SamplingParams
@@ -26,7 +28,7 @@ class BlockCopy(NamedTuple):
     destination: int
 
 
-class NewRequestData(NamedTuple):
+class NewRequestData(msgspec.Struct):
     """A request that a worker sees for the first time."""
 
     req_id: str

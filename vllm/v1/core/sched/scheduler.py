@@ -30,7 +30,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.engine.core_messages import EngineStats
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
-from vllm.v1.request import FINISHED_STATUS, Ending, Request, RequestStatus
+from vllm.v1.request import FINISHED_STATUS, RUNNING, Ending, Request, RequestStatus
 
 if TYPE_CHECKING:
     from vllm.config import SchedulerConfig
@@ -358,7 +358,8 @@ class Scheduler:
                 if request.num_captured_tokens:  # rows of the other rotation
                     self._restarted[request.request_id] = request.num_tokens
                     request.num_captured_tokens = 0
-            if self._refused == (request.request_id, manager.pool.num_releases):
+            refused = self._refused
+            if refused and refused == (request.request_id, manager.pool.num_releases):
                 break  # nothing was freed since then: it would not find more
             start = self._find_start(request)
             if start is None:  # the connector will know later, or the request has ended
@@ -459,7 +460,7 @@ class Scheduler:
         return True
 
     def _admit(self, step: StepPlan, request: Request, count: int) -> None:
-        request.status = RequestStatus.RUNNING
+        request.status = RUNNING
         self.running.append(request)
         if request.num_cached_tokens < 0:
             request.num_cached_tokens = request.num_computed_tokens
@@ -495,7 +496,7 @@ class Scheduler:
             if scheduled.step_number <= request.void_steps:
                 failures.pop(request_id, None)  # its values are computed again
                 continue
-            if request.status is RequestStatus.RUNNING:
+            if request.status is RUNNING:
                 request.num_finished_tokens += count
                 self._totals.num_prompt_tokens += request.count_prompt()
                 self.kv_cache_manager.register(request)

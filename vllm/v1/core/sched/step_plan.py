@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+
+import msgspec
 
 from vllm.v1.core.kv_cache_coordinator import PrefixHit
 from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -13,7 +14,7 @@ from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 from vllm.v1.request import Request
 
 
-class Start(NamedTuple):
+class Start(msgspec.Struct, frozen=True):
     """The point at which a waiting request can begin."""
 
     hit: PrefixHit | None
