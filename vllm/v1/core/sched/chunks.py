@@ -52,8 +52,8 @@ class ChunkRules:
 
     def num_tokens_now(self, request: Request, computed: int, step: StepPlan) -> int:
         """Tokens of the request to compute in this step; 0 when it has to wait for budget."""
-        remaining = request.num_tokens - computed
-        if self.goes_on_without_knowing(request):
+        remaining = len(request.all_token_ids) - computed
+        if request.num_tokens_in_flight and self.goes_on_without_knowing(request):
             remaining += request.num_tokens_in_flight
         if self.longrope_limit is not None and not request.is_long:
             remaining = min(remaining, self.longrope_limit - computed)

@@ -261,9 +261,10 @@ class Scheduler:
 
     def _schedule_running(self, step: StepPlan) -> None:
         rules, manager, index = self.rules, self.kv_cache_manager, 0
+        has_limit = rules.longrope_limit is not None
         while index < len(self.running) and step.token_budget > 0:
             request = self.running[index]
-            if rules.has_outgrown(request):
+            if has_limit and rules.has_outgrown(request):
                 self._preempt(request, step)
                 continue
             computed = request.num_computed_tokens
