@@ -402,6 +402,22 @@ def test_output_that_is_closed_or_full(output: str, statuses: list[int], argumen
     assert "No space left" in done.stderr or done.returncode == 0
 
 
+@pytest.mark.parametrize("encoding", ["ascii", "utf-8:strict"])
+def test_names_that_the_output_cannot_encode(encoding: str, tmp_path: Path) -> None:
+    """As in a terminal of another encoding, and for names that are not UTF-8."""
+    folder = tmp_path / os.fsdecode("d\u00e9".encode("latin-1"))
+    folder.mkdir()
+    (folder / "\u6771.safetensors").touch()
+    done = subprocess.run(
+        [sys.executable, "-m", "vllm.entrypoints.cli.main", "hidden-states", "verify", str(folder)],
+        env={**os.environ, "PYTHONIOENCODING": encoding},
+        capture_output=True,
+        timeout=60,
+    )
+    assert done.returncode == 1, done.stderr
+    assert b"/d\\udce9: 1 problem\n" in done.stdout
+
+
 @pytest.mark.parametrize("variable", ["VLLM_LOGGING_LEVEL", "VLLM_LOG_FORMAT"])
 def test_a_variable_that_every_module_reads(variable: str) -> None:
     """It is looked at before other modules are imported, which would end in a traceback."""

@@ -163,6 +163,18 @@ def test_verify(
     assert "BEYOND" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("option", ["quantization", "head_quantization"])
+def test_rounded_weights_are_not_compared(
+    option: str, tiny_llama: Path, data: Path, tmp_path: Path
+) -> None:
+    message = f"verify=4 is not valid; {option}='int8' makes another model"
+    arguments = command(tiny_llama, data, tmp_path / "o", f"--{option}", "int8", "--verify", "4")
+    parsed = parse_extract_arguments(arguments[4:])
+    with pytest.raises(ValueError, match=message):
+        run_job(parsed.options, parsed.engine)
+    assert not (tmp_path / "o").exists()
+
+
 @pytest.mark.parametrize(
     ("storage_dtype", "limit"), [("float32", "1.00e-04"), ("float16", "1.10e-03")]
 )

@@ -75,6 +75,28 @@ def test_records_too_deep_for_the_parser(tmp_path: Path) -> None:
         read(path)
 
 
+@pytest.mark.parametrize("chunk", [7, 1 << 16])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
+def test_a_number_of_more_digits_than_python_reads(
+    name: str, chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(records, "_CHUNK_CHARACTERS", chunk)
+    path = tmp_path / name
+    path.write_text(f'{{"text": "a", "id": {"9" * 5000}}}\n{{"text": "b"}}\n')
+    found = read(path)
+    assert [record.place for record in found] == [f"{name}:1", f"{name}:2"]
+    assert "Exceeds the limit" in found[0].problem and found[1].values == {"text": "b"}
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"), [("a.jsonl.gz", "unpack it"), ("a.csv", "use --input-format with one of")]
+)
+def test_unknown_formats(name: str, advice: str, tmp_path: Path) -> None:
+    (tmp_path / name).touch()
+    with pytest.raises(ValueError, match=f"{name[-3:]}' files is not known; {advice}"):
+        read(tmp_path / name)
+
+
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.txt"])
 def test_utf_16(name: str, tmp_path: Path) -> None:
     path = tmp_path / name

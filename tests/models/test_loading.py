@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -228,6 +230,20 @@ def test_a_truncated_file_is_named(folder: Path, keep: int) -> None:
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:keep])
     with pytest.raises(ValueError, match=r"model\.safetensors is not a whole safetensors file"):
+        load(folder, dtype="float32")
+
+
+def test_a_file_of_another_user(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is there, and fetching it again would not help."""
+    opened = Path.open
+
+    def refuse(path: Path, *arguments: Any, **keywords: Any) -> Any:
+        if path.name == "model.safetensors":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return opened(path, *arguments, **keywords)
+
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(ValueError, match=r"model\.safetensors cannot be read: Permission denied"):
         load(folder, dtype="float32")
 
 

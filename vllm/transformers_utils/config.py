@@ -289,7 +289,7 @@ def stored_dtype(model: str) -> torch.dtype | None:
     folder = Path(model).expanduser()
     files = sorted(folder.glob("*.safetensors"))
     numbers: Counter[torch.dtype | None] = Counter()
-    with suppress(SafetensorError, ValueError):  # damaged: loading it will say so
+    with suppress(SafetensorError, ValueError, OSError):  # damaged: loading it will say so
         for path in files[:1]:
             with safe_open(path, framework="pt") as file:
                 for part in map(file.get_slice, file.keys()):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import select
 import sys
@@ -66,6 +67,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         collect_less_often()
     sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115  None: closed by the shell
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")  # names of files may be any bytes
     try:
         try:
             return _run(list(argv))

@@ -95,10 +95,11 @@ def find_sources(
 def _source(path: Path, fmt: InputFormat) -> Source:
     form = _FORMATS.get(path.suffix.lower()) if fmt == "auto" else fmt
     if form is None:
-        raise ValueError(
-            f"--input {path}: the format of {path.suffix or path.name!r} files is not known; "
-            "use --input-format with one of jsonl, json, parquet, arrow, text, lines"
-        )
+        advice = "use --input-format with one of jsonl, json, parquet, arrow, text, lines"
+        if path.suffix in (".gz", ".zst", ".bz2", ".xz", ".zip"):
+            advice = "unpack it, into a file or into --input -"
+        name = repr(path.suffix or path.name)
+        raise ValueError(f"--input {path}: the format of {name} files is not known; {advice}")
     return Source(path, form)
 
 
@@ -189,8 +190,7 @@ def _check_encoding(source: Source) -> None:
         start = file.read(2)
     if start in (b"\xff\xfe", b"\xfe\xff"):
         raise ValueError(
-            f"{source}: the file is UTF-16 instead of UTF-8; convert it, for "
-            "instance with iconv -f utf-16 -t utf-8"
+            f"{source}: the file is UTF-16 instead of UTF-8; convert it: iconv -f utf-16 -t utf-8"
         )
 
 
@@ -257,9 +257,12 @@ def _json_objects(file: TextIO) -> Iterator[tuple[int, dict[str, Any], str]]:
         try:
             try:
                 values, end = decoder.raw_decode(text)
-            except RecursionError:
+            except json.JSONDecodeError:
+                raise
+            except (RecursionError, ValueError) as error:  # the latter: a number is too long
+                reason = "it is nested too deeply" if isinstance(error, RecursionError) else error
+                problem = f"not JSON that can be read: {reason}"
                 values, end = {}, _end_of_object(text)
-                problem = "not JSON that can be read: it is nested too deeply"
         except ValueError as error:
             more = file.read(max(_CHUNK_CHARACTERS, len(text)))
             if more:

@@ -110,12 +110,17 @@ class Resolved:
         return dataclasses.replace(self.engine_args, data_parallel_size=1).create_engine_config()
 
     def check_model(self) -> None:
-        """Raise ValueError if an engine would refuse the checkpoint; reads no weights."""
+        """Raise ValueError if an engine would refuse the checkpoint, or ``verify`` compares rows
+        with those of another model; reads no weights."""
         from vllm.model_report.checkpoint_report import report_checkpoint
 
         config = self._make_config()  # the model's layers enter it
         report_checkpoint(config)
         self.vllm_config.model_config.runs_as_module = config.model_config.runs_as_module
+        others = self.vllm_config.model_config.computed_otherwise
+        rounded = ", ".join(f"{k}={v!r}" for k, v in others.items() if k.endswith("quantization"))
+        advice = f"{rounded} makes another model than transformers loads; leave one of them out"
+        refuse_unless(not rounded or not self.options.verify, self.options, "verify", advice)
 
     @cached_property
     def layer_ids(self) -> tuple[LayerId, ...]:

@@ -112,12 +112,14 @@ def check_sizes(files: list[Path], model_config: ModelConfig) -> None:
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
     try:
+        path.open("rb").close()  # safe_open calls a file missing that it may not read
         with safe_open(path, framework="pt", device="cpu") as file:
             yield file
-    except (SafetensorError, OSError) as error:
-        raise ValueError(
-            f"{path} is not a whole safetensors file ({error}); fetch or write it again"
-        ) from error
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror or error}") from error
+    except SafetensorError as error:
+        problem = f"{path} is not a whole safetensors file ({error}); fetch or write it again"
+        raise ValueError(problem) from error
 
 
 def _shapes_in(path: Path) -> dict[str, Sequence[int]]:
