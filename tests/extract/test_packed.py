@@ -15,6 +15,7 @@ import pytest
 from tests.extract.job_harness import check_rows, digests, run, token_lists, write_jsonl
 from tests.extract.test_kill import in_child
 from tests.extract.test_loss_mask import CHATS, expected_masks
+from tests.hidden_states.test_export import read_arrow, skipped_of
 from tests.hidden_states.test_windows import windows_of
 from vllm.hidden_states import HiddenStatesDataset, pad_samples
 from vllm.hidden_states.convert import convert_dataset
@@ -114,6 +115,30 @@ def test_the_last_window_may_be_padded(tiny_llama: Path, data: Path, tmp_path: P
     for pooling in ("mean", "last"):
         with pytest.raises(ValueError, match=r"pack_last='pad' is not valid; the loss mask tells"):
             run(tiny_llama, data, tmp_path / "x", pack=LENGTH, pack_last="pad", pooling=pooling)
+
+
+@pytest.mark.parametrize("separator", ["eos", "none"])
+@pytest.mark.parametrize("has_masks", [False, True])
+def test_padding_alone_keeps_a_window_from_saelens(
+    separator: str, has_masks: bool, tiny_llama: Path, tmp_path: Path
+) -> None:
+    """Texts begin anywhere in a window and go on in others; separators end some windows."""
+    texts = [list(range(100, 99 + LENGTH)), *TEXTS]
+    masks = [{"loss_mask": [i % 3 for i in ids]} if has_masks else {} for ids in texts]
+    records = [{"input_ids": ids, **mask} for ids, mask in zip(texts, masks, strict=True)]
+    data, exported = write_jsonl(tmp_path / "data.jsonl", records), tmp_path / "exported"
+    windows, rest = windows_of(texts, LENGTH, EOS if separator == "eos" else None, None)
+    assert len(rest) < LENGTH - 1
+    ends_in_separator = [window[-1] == EOS for window in windows]
+    assert any(ends_in_separator) == (separator == "eos")
+    options: dict[str, Any] = {"pack": LENGTH, "pack_last": "pad", "pack_separator": separator}
+    run(tiny_llama, data, tmp_path / "direct", format="saelens", layers="0,3", **options)
+    run(tiny_llama, data, tmp_path / "output", layers="0,3", **options)
+    convert_dataset(str(tmp_path / "output"), str(exported), "saelens")
+    for folder in (tmp_path / "direct", exported):
+        assert read_arrow(folder)["token_ids"].to_pylist() == windows
+        reason = f"format: only {len(rest)} of its {LENGTH} tokens are of texts"
+        assert skipped_of(folder) == {len(windows): reason}
 
 
 def test_windows_without_a_token_that_counts_are_left_out(

@@ -228,6 +228,42 @@ def test_a_plain_folder_that_does_not_fit(tmp_path: Path) -> None:
         convert_dataset(str(folder), str(tmp_path / "c"), "files", "float32")
 
 
+@pytest.mark.parametrize("fmt", ["sharded", "files", "numpy", "modelopt", "specforge-domino"])
+def test_what_the_first_file_of_a_plain_folder_lacks_is_not_lost(fmt: str, tmp_path: Path) -> None:
+    """A mask that leaves out no token says what no mask says."""
+    samples, rest = make_samples([3, 6]), torch.arange(6)
+
+    def convert(name: str, metadata: dict[str, str], **more: torch.Tensor) -> str:
+        folder = tmp_path / name
+        folder.mkdir()
+        for sample, stem in zip(samples, "ab", strict=True):
+            tensors = {"hidden_states": sample.hidden_states, "token_ids": sample.token_ids}
+            stated = {"model": "m", "layer_ids": "[0, 3, 8]"}
+            if stem == "b":
+                tensors, stated = tensors | more, stated | metadata
+            write_hidden_states(str(folder / f"{stem}.safetensors"), tensors, stated)
+        try:
+            convert_dataset(str(folder), str(tmp_path / f"{name}_out"), fmt, "float32")
+        except ValueError as error:
+            assert not (tmp_path / f"{name}_out").exists()
+            return str(error)
+        return ""
+
+    masked = {"row_tensors": '["loss_mask"]'}
+    problem = convert("masked", masked, loss_mask=rest % 2 == 0)
+    assert "b.safetensors has loss_mask, which a.safetensors lacks" in problem
+    assert not convert("unmasked", masked, loss_mask=rest >= 0)
+    others = [
+        convert("scores", {"row_tensors": '["scores"]'}, scores=rest.float()),
+        convert("columns", {"columns": '{"label": 5}'}),
+    ]
+    if fmt in ("modelopt", "specforge-domino"):  # they have no place for these
+        assert others == ["", ""]
+    else:
+        assert "b.safetensors has scores, which" in others[0]
+        assert "b.safetensors has columns, which" in others[1]
+
+
 def test_experts_in_a_plain_folder(tmp_path: Path) -> None:
     (sample,) = make_samples([4])
     experts = {

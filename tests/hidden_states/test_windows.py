@@ -94,6 +94,15 @@ def test_masks_of_texts() -> None:
     assert [*cutter.pad(PADDING)] == []
 
 
+def test_a_separator_at_the_end_of_a_window_follows_the_next_text() -> None:
+    cutter = WindowCutter(4, SEPARATOR)
+    found = [*cutter.add("a", np.array([5, 6, 7])), *cutter.add("b", np.array([8]), np.array([1]))]
+    assert [window.token_ids.tolist() for window in found] == [[5, 6, 7, SEPARATOR]]
+    assert [[*map(bool, window.mask)] for window in found if window.mask is not None] == [
+        [True, True, True, False]
+    ]
+
+
 def test_a_window_of_one_token() -> None:
     with pytest.raises(ValueError, match="length=1: a window has at least 2 tokens"):
         next(cut_windows([[1]], 1))

@@ -142,6 +142,11 @@ TURNS = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</{{ m.role }}>{% e
 ASKS = "{% if add_generation_prompt %}<assistant>{% endif %}"
 OWN_END = TURNS.replace("</{{ m.role }}>", "{{ '</assistant>' if m.role == 'assistant' }}")
 END_IF_NOT_LAST = TURNS.replace("</{{ m.role }}>", "{{ '' if loop.last else '</turn>' }}")
+HALF_A_PROMPT = (
+    "{% for m in messages %}<turn><{{ m.role }}>{{ '<answer>' if m.role == 'assistant' }}"
+    "{{ m.content }}{{ '</answer>' if m.role == 'assistant' }}</turn>{% endfor %}"
+    "<turn><assistant>{{ '<answer>' if add_generation_prompt }}"
+)
 TURNS_OF_FOUR = {
     "tells": (TURNS + ASKS, ["b</assistant>", "d</assistant>"]),
     "never writes a prompt": (TURNS, ["b</assistant>", "d</assistant>"]),
@@ -149,6 +154,7 @@ TURNS_OF_FOUR = {
         TURNS + "{% if messages[-1].role != 'assistant' %}<assistant>{% endif %}",
         ["b</assistant>", "d</assistant>"],
     ),
+    "always writes half a prompt": (HALF_A_PROMPT, ["b</answer></turn>", "d</answer></turn>"]),
     "ends answers alone": (OWN_END + ASKS, ["b</assistant>", "d</assistant>"]),
     "the last has no end": (END_IF_NOT_LAST + ASKS, ["b</turn>", "d"]),
     "another end if last": (OTHER_END, ["<|message|>b<|end|>", "<|message|>d<|return|>"]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 from collections.abc import Sequence
@@ -17,7 +18,14 @@ from vllm.hidden_states.metadata import MASK, DatasetSettings, UnitRecord
 from vllm.hidden_states.names import Pooling
 from vllm.hidden_states.sample import HiddenStatesError
 from vllm.hidden_states.tensor_file import checksum, dtype_name
-from vllm.hidden_states.units import cut_at, find_repair, open_unit_writer, plan_units, writer_of
+from vllm.hidden_states.units import (
+    UnitWriter,
+    cut_at,
+    find_repair,
+    open_unit_writer,
+    plan_units,
+    writer_of,
+)
 from vllm.hidden_states.verify import unit_problems
 from vllm.logger import init_logger
 from vllm.utils.disk import FILE_BYTES, check_room
@@ -25,7 +33,7 @@ from vllm.utils.regular_files import open_regular
 from vllm.utils.whole_files import TemporaryName
 from vllm.v1.rows.fields import BUILT_IN, LOSS_MASK, METADATA_KEYS, find_field
 from vllm.v1.rows.fields.fp8 import FP8
-from vllm.v1.rows.fields.hidden import STORAGE_DTYPES
+from vllm.v1.rows.fields.hidden import STORAGE_DTYPES, HiddenStates
 
 logger = init_logger(__name__)
 
@@ -70,6 +78,8 @@ def convert_dataset(
                 f"{source}: the record number of {sample.request_id!r} is not stored, so the file "
                 "that speculators looks for cannot be named"
             )
+    if stored.settings is None:
+        _check_nothing_is_lost(stored, source_settings, writer)
     skipped = read_skipped(source) if stored.settings else []
     _check_is_ours(destination)
     same = dtype == source_settings.dtype
@@ -199,6 +209,30 @@ def _settings_of_folder(dataset: HiddenStatesDataset) -> DatasetSettings:
         convention=convention_of(dataset.layer_ids),
     )
     return settings.with_plan(1, len(dataset), has_loss_mask)
+
+
+def _check_nothing_is_lost(
+    folder: HiddenStatesDataset, settings: DatasetSettings, writer: type[UnitWriter]
+) -> None:
+    """Raise ValueError if a file of a plain folder has what the first one lacks, so that
+    ``settings`` do not know it. A mask that leaves out no token says what no mask says."""
+    known = {*HiddenStates.tensor_names, *itertools.chain(*settings.stored_names)}
+    for index in range(len(folder)):
+        sample = folder.stored(index)
+        more = {*sample.tensors, *sample.constants} - known - {LOSS_MASK}
+        if sample.columns and not settings.has_columns:
+            more.add("columns")
+        if not writer.stores_fields:
+            more.clear()
+        mask = None if LOSS_MASK in known else sample.loss_mask
+        if writer.stores_loss_mask and mask is not None and not mask.all():
+            more.add(LOSS_MASK)
+        if more:
+            raise ValueError(
+                f"{folder.file_paths[index]} has {', '.join(sorted(more))}, which "
+                f"{os.path.basename(folder.file_paths[0])} lacks, so a dataset of both would be "
+                "without: put files with and without it into folders of their own"
+            )
 
 
 def _digest(dataset: HiddenStatesDataset) -> str:

@@ -65,6 +65,7 @@ class WindowCutter:
         offset, inserted = 0, np.array([mask is None])
         if self.num_waiting and len(token_ids) and self._separator not in (None, token_ids[0]):
             self._put(np.array([self._separator]), inserted)
+            self._has_mask |= mask is not None
             yield from self._take_full()
         while offset < len(token_ids):
             if not self.num_waiting and self._bos not in (None, token_ids[offset]):

@@ -93,8 +93,21 @@ def read_turns(rendering: Rendering) -> Turns:
     if asked == plain:
         return Turns(False, *_without_prompt(rendering, plain, before), closing)
     user_end = _same_start(asked.literals[-1], plain.literals[-1])
+    always = "" if whole is None else _always(rendering, asked.literals[0], whole.literals[-2])
+    if always and before.startswith(plain.literals[-1]) and plain.literals[-1].endswith(always):
+        user_end = plain.literals[-1].removesuffix(always)
     openings = _openings(asked.literals[-1], before, user_end)
     return Turns(True, openings, user_end, closing, plain.literals[-1][len(user_end) :])
+
+
+def _always(rendering: Rendering, first: str, between: str) -> str:
+    """Return what ends every conversation whose last message is an answer, as a beginning of the
+    next answer. ``first``: the start of a conversation; ``between``: the text behind an answer."""
+    answered = _outline(rendering, "ua", False)
+    if answered is None or between.startswith(answered.literals[-1]):
+        return ""
+    same = _without_beginning(rendering, _same_start(between, answered.literals[-1]), first)
+    return answered.literals[-1][len(same) :]
 
 
 def _without_prompt(
@@ -110,11 +123,16 @@ def _without_prompt(
     if between.startswith(rest):  # never
         return () if is_bare else _openings(before, before, rest), rest
     same = _same_start(between, rest)
-    # A text that begins the conversation begins a message and does not end one.
-    begins = asked.literals[0].removeprefix(rendering.first_token)
-    starts = (i for i in range(len(same)) if begins.startswith(same[i:]))
-    user_end = same[: next(starts, len(same))]
+    user_end = _without_beginning(rendering, same, asked.literals[0])
     return _openings(rest, before, user_end), user_end
+
+
+def _without_beginning(rendering: Rendering, end: str, first: str) -> str:
+    """Return the end of a message without the beginning of the next one: that is a text which
+    begins the conversation, too, since such a text does not end a message."""
+    begins = first.removeprefix(rendering.first_token)
+    starts = (i for i in range(len(end)) if begins.startswith(end[i:]))
+    return end[: next(starts, len(end))]
 
 
 def _openings(prompt: str, before: str, user_end: str) -> tuple[str, ...] | None:

@@ -6,6 +6,8 @@ window's tokens. Layer id i is blocks.{i - 1}.hook_resid_post, and 0 is blocks.0
 
 from __future__ import annotations
 
+import json
+
 import torch
 
 from vllm.hidden_states.arrow_export import ArrowExporter, Column, matrix, window
@@ -47,10 +49,11 @@ class Exporter(ArrowExporter):
         length = int(self._settings.options["pack"])
         if len(stored.token_ids) != length:
             return f"it has {len(stored.token_ids)} tokens, and a window has {length}"
-        texts = stored.columns["texts"] if "pack_last" in self._settings.options else []
-        end = max((one["offset"] + one["end"] - one["start"] for one in texts), default=length)
-        mask = stored.loss_mask
-        if end == length or mask is None or mask[end:].any():  # a separator may be at its end
+        options = self._settings.options
+        texts = stored.columns["texts"] if "pack_last" in options else []
+        end = max((one["end"] for one in texts), default=length)
+        has_separators = options.get("pack_separator") != json.dumps("none")
+        if length - end <= has_separators:  # a separator may be at its end
             return None
         return f"only {end} of its {length} tokens are of texts"
 
