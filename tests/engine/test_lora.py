@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 import shutil
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -283,6 +284,25 @@ def test_adapters_in_memory_with_tables_of_replaced_embeddings(
             rows_with(llm, [adapter])
         llm.update_weights(folder)
         assert all(map(torch.equal, rows_with(llm, [adapter]), before))
+
+
+def test_adapters_of_requests_that_never_began_are_freed(
+    checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    folder = checkpoint("llama")
+    chosen = [request(tmp_path / str(number), number) for number in (1, 2)]
+    for one in chosen:
+        write_adapter(Path(one.lora_path), folder, one.lora_int_id)
+    with engine(folder, enable_lora=True, max_loras=1, max_num_seqs=1) as llm:
+        adapters, loaded = core_of(llm).executor.worker.model_runner.adapters, []
+        for number, one in enumerate((None, *chosen)):
+            llm.llm_engine.add_request(f"{number}", PROMPTS[0], greedy(8), lora_request=one)
+            loaded += [] if one is None else [weakref.ref(adapters._loaded[one])]
+        llm.llm_engine.step()
+        llm.llm_engine.abort_request(["1", "2"])
+        while llm.llm_engine.has_unfinished_requests():
+            llm.llm_engine.step()
+        assert [one() is None for one in loaded] == [True, False]  # max_loras keeps the last
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_5", "qwen3_moe", "zamba2"])
