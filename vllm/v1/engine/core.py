@@ -109,7 +109,7 @@ class EngineCore:
             architectures = self.vllm_config.model_config.architectures
             raise ValueError(
                 f"layers={list(layer_ids)}: {', '.join(architectures)} has no state after a final "
-                f"norm: {reason}; leave {NORM!r} out"
+                f"norm: {reason}; leave {NORM!r} out (embed, classify and reward read it)"
             )
         num_layers = self.vllm_config.model_config.get_total_num_hidden_layers()
         return num_layers_to_run(layer_ids, num_layers)
