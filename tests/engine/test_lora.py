@@ -375,6 +375,23 @@ def test_prefixes_are_kept_apart(checkpoint: Checkpoint, tmp_path: Path) -> None
         assert llm.generate(prompt, greedy(1))[0].num_cached_tokens
 
 
+@pytest.mark.parametrize("family", ["jamba", "qwen3_5", "deepseek_v3"])
+def test_a_rank_above_the_inputs_of_modules(
+    family: str, checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    """Modules have 7 inputs or more; families move the rows of some weights when they load."""
+    folder, adapter = checkpoint(family), tmp_path / "adapter"
+    write_adapter(adapter, folder, rank=150)
+    merged = write_merged(tmp_path / "merged", folder, adapter)
+    with engine(folder, enable_lora=True, max_lora_rank=150) as llm:
+        layers = layers_of(llm)
+        (sample,) = llm.extract([PROMPTS[1]], layers=layers, lora_request=request(adapter))
+    reference = reference_run(merged, PROMPTS[1]["prompt_token_ids"])
+    for layer in layers:
+        rows = sample.hidden_states[:, layer]
+        assert relative_error(rows, reference.streams[layer]) <= 1e-4, layer
+
+
 @pytest.mark.parametrize(
     "options",
     [
