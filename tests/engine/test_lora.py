@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 import shutil
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -285,6 +286,25 @@ def test_adapters_in_memory_with_tables_of_replaced_embeddings(
         assert all(map(torch.equal, rows_with(llm, [adapter]), before))
 
 
+def test_adapters_of_requests_that_never_began_are_freed(
+    checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    folder = checkpoint("llama")
+    chosen = [request(tmp_path / str(number), number) for number in (1, 2)]
+    for one in chosen:
+        write_adapter(Path(one.lora_path), folder, one.lora_int_id)
+    with engine(folder, enable_lora=True, max_loras=1, max_num_seqs=1) as llm:
+        adapters, loaded = core_of(llm).executor.worker.model_runner.adapters, []
+        for number, one in enumerate((None, *chosen)):
+            llm.llm_engine.add_request(f"{number}", PROMPTS[0], greedy(8), lora_request=one)
+            loaded += [] if one is None else [weakref.ref(adapters._loaded[one])]
+        llm.llm_engine.step()
+        llm.llm_engine.abort_request(["1", "2"])
+        while llm.llm_engine.has_unfinished_requests():
+            llm.llm_engine.step()
+        assert [one() is None for one in loaded] == [True, False]  # max_loras keeps the last
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen3_5", "qwen3_moe", "zamba2"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_bits_do_not_depend_on_what_runs_beside(
@@ -353,6 +373,23 @@ def test_prefixes_are_kept_apart(checkpoint: Checkpoint, tmp_path: Path) -> None
         assert not cached("b", 2)
         assert cached("c", 3)
         assert llm.generate(prompt, greedy(1))[0].num_cached_tokens
+
+
+@pytest.mark.parametrize("family", ["jamba", "qwen3_5", "deepseek_v3"])
+def test_a_rank_above_the_inputs_of_modules(
+    family: str, checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    """Modules have 7 inputs or more; families move the rows of some weights when they load."""
+    folder, adapter = checkpoint(family), tmp_path / "adapter"
+    write_adapter(adapter, folder, rank=150)
+    merged = write_merged(tmp_path / "merged", folder, adapter)
+    with engine(folder, enable_lora=True, max_lora_rank=150) as llm:
+        layers = layers_of(llm)
+        (sample,) = llm.extract([PROMPTS[1]], layers=layers, lora_request=request(adapter))
+    reference = reference_run(merged, PROMPTS[1]["prompt_token_ids"])
+    for layer in layers:
+        rows = sample.hidden_states[:, layer]
+        assert relative_error(rows, reference.streams[layer]) <= 1e-4, layer
 
 
 @pytest.mark.parametrize(

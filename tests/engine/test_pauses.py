@@ -12,11 +12,14 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from tests.engine.harness import engine, extraction_config, random_prompts
 from tests.grids import at_night
+from tests.models.adapters import write_adapter
 from vllm import LLM, AsyncEngineArgs, AsyncLLM, SamplingParams
 from vllm.hidden_states import HiddenStatesSample
+from vllm.lora.request import LoRARequest
 
 Checkpoint = Callable[..., Path]
 PROMPTS = random_prompts(47, [5, 70, 33])
@@ -260,3 +263,59 @@ def test_values_that_were_sent(
     undisturbed, kept, changed = asyncio.run(run())
     assert undisturbed == kept and kept[0] == "length"
     assert changed[0] == "error"
+
+
+def test_adapters_of_kept_requests(
+    checkpoint: Checkpoint, other: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """A request whose adapter has tables of replaced weights ends, as new ones are refused; others
+    go on. One has begun, the others wait for it."""
+    first, second = checkpoint("llama"), other("llama")
+    folders = [tmp_path / "tables", tmp_path / "plain"]
+    for folder in folders:
+        write_adapter(folder, first, with_ends=True)
+    parts = load_file(folders[1] / "adapter_model.safetensors")
+    without = {name: one for name, one in parts.items() if "base_layer" not in name}
+    save_file(without, folders[1] / "adapter_model.safetensors")
+    tables, plain = (LoRARequest(one.name, 1, str(one)) for one in folders)
+    adapters = [tables, tables, plain, None]
+
+    async def run() -> None:
+        async with started(first, enable_lora=True, max_num_seqs=1) as llm:
+            has_begun = asyncio.Event()
+
+            async def ask(adapter: LoRARequest | None, name: str) -> tuple[str | None, list[int]]:
+                answer = None
+                async for output in llm.generate(
+                    PROMPTS[1], long(**GREEDY), name, lora_request=adapter
+                ):
+                    answer = output.outputs[0]
+                    has_begun.set()
+                assert answer is not None
+                return answer.finish_reason, list(answer.token_ids)
+
+            right = [await ask(one, f"right {i}") for i, one in enumerate(adapters)]
+            for way in ("nothing", "sleep", "update"):
+                has_begun.clear()
+                kept = [
+                    asyncio.create_task(ask(one, f"{way} {i}")) for i, one in enumerate(adapters)
+                ]
+                await has_begun.wait()
+                await llm.pause_generation("keep")
+                if way == "sleep":
+                    await llm.sleep(1, mode="keep")
+                    await llm.wake_up()
+                if way == "update":
+                    await llm.update_weights(second)
+                await llm.resume_generation()
+                found = await asyncio.gather(*kept)
+                if way != "update":
+                    assert found == right, way
+            assert [reason for reason, _ in found] == ["error", "error", "length", "length"]
+            assert len(found[0][1]) < LENGTH and not found[1][1]
+            new = [await ask(one, f"new {i}") for i, one in enumerate(adapters[2:])]
+            assert found[2:] == new and new != right[2:]
+            with pytest.raises(ValueError, match="has other values in adapter_model"):
+                await ask(tables, "refused")
+
+    asyncio.run(run())

@@ -209,8 +209,6 @@ def _check_shapes(name: str, module: ModuleAdapter, share: Share) -> None:
             f"{tuple(module.up.shape)}; the model's weight [{outputs}, {inputs}] needs "
             f"[{rank}, {inputs}] and [{outputs}, {rank}]"
         )
-    if rank > inputs:
-        raise ValueError(f"module {name!r} has rank {rank}, more than its {inputs} inputs")
 
 
 def _transposed(
@@ -225,10 +223,13 @@ def _low_ranks(
     convert: Callable[[torch.Tensor], torch.Tensor],
     device: torch.device,
 ) -> Iterator[LowRank]:
-    # As columns of a whole weight, since conversions may check its shape; they move rows.
-    whole = torch.zeros(share.shape)
-    whole[:, : len(module.down)] = module.up.float() * module.scale
-    up = convert(whole)[:, : len(module.down)]
+    # As columns of whole weights, since conversions may check their shapes; they move rows.
+    converted = []
+    for columns in torch.split(module.up.float() * module.scale, share.shape[1], dim=1):
+        whole = torch.zeros(share.shape)
+        whole[:, : columns.shape[1]] = columns
+        converted.append(convert(whole)[:, : columns.shape[1]])
+    up = torch.cat(converted, dim=1)
     inputs = module.down.float()
     if share.columns is not None:
         inputs = inputs.narrow(1, *share.columns)

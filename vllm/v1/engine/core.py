@@ -55,6 +55,10 @@ DELIVERY_POLL_SECONDS = 0.0005
 MIN_RETAINED_SNAPSHOTS = 16
 _CALLS_WITHOUT_EFFECT = ("is_sleeping", "add_lora", "remove_lora")
 """Methods of workers that change nothing that requests have computed."""
+_OLD_TABLES = (
+    "weights were replaced while the request was kept, and its adapter has tables of the "
+    "model (embeddings, LM head), which are compared when it is read: send the request again"
+)
 
 
 @dataclass
@@ -105,7 +109,7 @@ class EngineCore:
             architectures = self.vllm_config.model_config.architectures
             raise ValueError(
                 f"layers={list(layer_ids)}: {', '.join(architectures)} has no state after a final "
-                f"norm: {reason}; leave {NORM!r} out"
+                f"norm: {reason}; leave {NORM!r} out (embed, classify and reward read it)"
             )
         num_layers = self.vllm_config.model_config.get_total_num_hidden_layers()
         return num_layers_to_run(layer_ids, num_layers)
@@ -414,12 +418,16 @@ class EngineCore:
 
     def thaw(self) -> None:
         """Let frozen requests go on. They start again from their tokens if a worker was called
-        that may have changed the weights or the pool, and fail if no step can run."""
+        that may have changed the weights or the pool, and fail if no step can run, or if their
+        adapters have tables of earlier weights."""
         self.scheduler.is_frozen = False
         if (reason := self.executor.not_ready_reason()) is not None:
             self.scheduler.fail_frozen(Failure(FailureKind.NOT_READY, reason))
         elif self._was_called and not self._keeps_states:
             self.scheduler.starts_again = True
+            outdated = Failure(FailureKind.NOT_READY, _OLD_TABLES)
+            requests = self.executor.outdated_requests()
+            self.scheduler.finish_requests(requests, FinishReason.ERROR, failure=outdated)
 
     def stats(self) -> EngineStats:
         return self.scheduler.stats()

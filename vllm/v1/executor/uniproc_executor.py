@@ -111,6 +111,11 @@ class UniProcExecutor:
         """Undo :meth:`choose_adapter`, for a request that was refused."""
         self.worker.model_runner.adapters.take(request_id)
 
+    def outdated_requests(self) -> list[str]:
+        """Return requests whose adapters fit the weights before an update, and may not fit now."""
+        runner = self.worker.model_runner
+        return runner.adapters.outdated(runner.requests)
+
     def collective_rpc(self, call: WorkerCall) -> list[Any]:
         """Call a method or a function with every worker; returns their results."""
         return [call_worker(self.worker, call)]

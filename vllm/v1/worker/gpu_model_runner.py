@@ -391,9 +391,10 @@ class GPUModelRunner:
     def _update_states(self, scheduled: SchedulerOutput) -> None:
         if self.pipeline.knows_kept:
             self.pipeline.kept.update(scheduled, lambda: self.hook_points)
+        for req_id in scheduled.finished_req_ids | scheduled.unbegun_req_ids:
+            self.adapters.take(req_id)
         for req_id in scheduled.finished_req_ids:
             state = self.requests.pop(req_id, None)
-            self.adapters.take(req_id)
             if state is not None and state.rows is not None:
                 self.extractor.end_request(req_id, state.rows)
         for req_id, num_tokens in scheduled.restarted_req_tokens.items():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -13,7 +15,7 @@ from vllm.distributed.parallel_state import values_of_all_ranks
 from vllm.lora.request import LoRARequest
 from vllm.model_executor.adapters import check_takes_adapters, load_adapter
 from vllm.model_executor.layers.low_rank import Adapter, AdapterRows
-from vllm.v1.worker.input_batch import StepBatch
+from vllm.v1.worker.input_batch import RequestState, StepBatch
 
 
 class AdapterStore:
@@ -23,6 +25,7 @@ class AdapterStore:
         self._model, self._config, self._device = model, config, device
         self._loaded: dict[LoRARequest, Adapter] = {}
         self._waiting: dict[str, Adapter] = {}  # of requests that have not begun
+        self._fitting: WeakSet[Adapter] = WeakSet()  # whose tables are those of the weights
         if config.enable_lora:
             check_takes_adapters(model)
 
@@ -64,6 +67,7 @@ class AdapterStore:
         if problem is None and len({one for one, _ in outcomes}) > 1:
             problem = "its files changed while ranks read them"
         if problem is None and isinstance(read, Adapter):
+            self._fitting.add(read)
             return read
         raise ValueError(f"adapter {lora_request.lora_name!r} (lora_path={path!r}): {problem}")
 
@@ -77,6 +81,19 @@ class AdapterStore:
     def note_new_weights(self) -> None:
         """Free adapters that have tables, which are compared with the model's when they load."""
         self._loaded = {key: one for key, one in self._loaded.items() if not one.has_tables}
+        self._fitting.clear()
+
+    def outdated(self, begun: Mapping[str, RequestState]) -> list[str]:
+        """Return requests whose adapters have tables that were compared with earlier weights.
+
+        begun: those that took their adapters, by id.
+        """
+        chosen = {name: state.adapter for name, state in begun.items()} | self._waiting
+        return [
+            name
+            for name, one in chosen.items()
+            if one is not None and one.has_tables and one not in self._fitting
+        ]
 
     def take(self, request_id: str) -> Adapter | None:
         """Return the adapter of a request that begins, or ends before it has begun."""

@@ -71,6 +71,8 @@ class SchedulerOutput:
     total_num_scheduled_tokens: int = 0
     finished_req_ids: set[str] = field(default_factory=set)
     """Requests that ended since the last step: workers drop their state."""
+    unbegun_req_ids: set[str] = field(default_factory=set)
+    """Requests that ended since then and were never scheduled: workers drop their adapters."""
     preempted_req_ids: set[str] = field(default_factory=set)
     block_copies: list[BlockCopy] = field(default_factory=list)
     state_snapshots: dict[str, list[StateSnapshot]] = field(default_factory=dict)

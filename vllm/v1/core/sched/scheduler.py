@@ -76,6 +76,7 @@ class Scheduler:
         self.waiting = RequestQueue(scheduler_config.policy)
         self.running: list[Request] = []
         self._finished_ids: set[str] = set()  # not yet told to the workers
+        self._unbegun_ids: set[str] = set()  # likewise
         self._known_to_workers: set[str] = set()
         num_groups = len(kv_cache_config.kv_cache_groups)
         self._has_rows = kv_cache_config.hidden_state_group_id() is not None
@@ -195,6 +196,8 @@ class Scheduler:
         if was_scheduled:
             self._known_to_workers.discard(request.request_id)
             self._finished_ids.add(request.request_id)
+        else:
+            self._unbegun_ids.add(request.request_id)
         is_loading = self._loads is not None and self._loads.forget(request.request_id)
         if self.connector is not None:
             extend_prefix_hashes(request, request.num_tokens)
@@ -243,6 +246,7 @@ class Scheduler:
         output.state_snapshots = self.kv_cache_manager.plan_snapshots(chunks)
         output.block_copies = self.kv_cache_manager.end_plan(output.step_number)
         output.finished_req_ids, self._finished_ids = self._finished_ids, set()
+        output.unbegun_req_ids, self._unbegun_ids = self._unbegun_ids, set()
         output.restarted_req_tokens, self._restarted = self._restarted, {}
         failure = None if self._calls is None else self._calls.plan(output)
         return output if failure is None else self._fail_plan(output, failure)
@@ -250,6 +254,7 @@ class Scheduler:
     def _fail_plan(self, planned: SchedulerOutput, failure: Failure) -> SchedulerOutput:
         """Fail the requests of a step for which the connector could not plan; none of it runs."""
         self._finished_ids = planned.finished_req_ids
+        self._unbegun_ids = planned.unbegun_req_ids
         self._restarted = planned.restarted_req_tokens
         assert self._loads is not None
         for request_id in planned.loading_req_ids:  # these loads do not begin now
@@ -478,6 +483,7 @@ class Scheduler:
         """End the requests of a step that raised an exception; keep everything else."""
         self.kv_cache_manager.abandon_step(scheduled.step_number)
         self._finished_ids |= scheduled.finished_req_ids  # the workers may not have heard
+        self._unbegun_ids |= scheduled.unbegun_req_ids
         self.finish_requests(list(scheduled.num_scheduled_tokens), reason, failure=failure)
 
     def update_from_output(
