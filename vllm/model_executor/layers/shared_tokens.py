@@ -46,8 +46,11 @@ def own_tokens(values: torch.Tensor) -> torch.Tensor:
 
     A single token is a share, too: on other ranks it is behind the last token.
     """
-    num_tokens, ranks = current_shared_tokens(), sharing_group()
-    if not num_tokens or len(values) == ranks.share_of_rows(num_tokens):
+    num_tokens = current_shared_tokens()
+    if not num_tokens:
+        return values
+    ranks = sharing_group()
+    if len(values) == ranks.share_of_rows(num_tokens):
         return values
     assert len(values) == num_tokens
     return ranks.own_rows(values)
@@ -85,7 +88,9 @@ def run_branch(
 
     beside: its second argument, [tokens, ...], of all tokens or of this rank's.
     """
-    if not current_shared_tokens() or not shares_inside_branches():
+    if not current_shared_tokens():
+        return branch(share, beside)
+    if not shares_inside_branches():
         return own_tokens(branch(all_tokens(share), beside))
     if not needs_all_tokens:
         with _only_own_tokens():
