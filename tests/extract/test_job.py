@@ -506,6 +506,12 @@ def test_an_output_that_is_a_file(tiny_llama: Path, data: Path, output: Path) ->
     assert output.read_text() == "a file"
 
 
+def test_an_output_that_is_a_link_to_nothing(tiny_llama: Path, data: Path, output: Path) -> None:
+    output.symlink_to(output.parent / "gone")
+    with pytest.raises(ValueError, match=r"--output .*: it is a link to nothing"):
+        run(tiny_llama, data, output)
+
+
 def test_full_disk(
     tiny_llama: Path, data: Path, output: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

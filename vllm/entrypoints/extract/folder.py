@@ -44,7 +44,9 @@ def output_folder(directory: Path, world_size: int) -> Iterator[None]:
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError):
-        raise ValueError(f"--output {directory}: there is a file of that name") from None
+        is_link = directory.is_symlink() and not directory.exists()
+        problem = "it is a link to nothing" if is_link else "there is a file of that name"
+        raise ValueError(f"--output {directory}: {problem}") from None
     try:
         with lock_folder(directory, fcntl.LOCK_EX if is_alone else fcntl.LOCK_SH):
             _check_is_ours(directory)
