@@ -267,6 +267,23 @@ def test_what_the_first_file_of_a_plain_folder_lacks_is_not_lost(fmt: str, tmp_p
         assert "b.safetensors has columns, which" in others[1]
 
 
+def test_generated_tokens_of_a_servers_files(tmp_path: Path) -> None:
+    (tmp_path / "plain").mkdir()
+    for sample, num_prompt in zip(make_samples([5, 4, 7]), (3, 4, 1), strict=True):
+        write_hidden_states(
+            str(tmp_path / f"plain/{sample.index}.safetensors"),
+            {"hidden_states": sample.hidden_states, "token_ids": sample.token_ids},
+            {"layer_ids": "[0, 3, 8]", "num_prompt_tokens": str(num_prompt)},
+        )
+    for name in ("plain", "sharded", "files"):
+        if name != "plain":
+            convert_dataset(str(tmp_path / "plain"), str(tmp_path / name), name)
+        dataset = HiddenStatesDataset(tmp_path / name)
+        assert [sample.num_prompt_tokens for sample in dataset] == [3, 4, 1], name
+        assert dataset["num_generated_tokens"] == [2, 0, 6]
+        assert list(verify_dataset(str(tmp_path / name))) == []
+
+
 FORMS: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
     # what two files have: tensors, metadata
     "scores float64 []": (({"scores": torch.float32},), ({"scores": torch.float64},)),

@@ -12,7 +12,7 @@ from typing import cast
 import torch
 
 from vllm.hidden_states import metadata as records
-from vllm.hidden_states.dataset import HiddenStatesDataset
+from vllm.hidden_states.dataset import HiddenStatesDataset, SampleFile
 from vllm.hidden_states.layer_ids import convention_of
 from vllm.hidden_states.manifest import DatasetTotals, merge_units, read_skipped, start_dataset
 from vllm.hidden_states.mapped_file import MappedFile
@@ -191,7 +191,8 @@ def _settings_of_folder(dataset: HiddenStatesDataset) -> DatasetSettings:
     if len(models) > 1:
         logger.warning("%s: its files name several models (%s)", dataset.path, ", ".join(models))
     stored = first.tensor("hidden_states", 0, 1).dtype
-    options = {"keep_columns": "[]"} if "columns" in metadata else {}
+    has_columns = bool(SampleFile(first.path).columns(0))
+    options = {"keep_columns": "[]"} if has_columns or "columns" in metadata else {}
     options |= {MASK: json.dumps(metadata[MASK])} if MASK in metadata else {}
     options |= {
         option: "true"

@@ -32,6 +32,7 @@ from vllm.v1.rows.fields.fp8 import FP8
 _MAPPED_FILES = 64
 """Number of files that a process keeps mapped for one dataset."""
 _NUMBERS = re.compile(r"(\d+)")
+_NUM_PROMPT = "num_prompt_tokens"
 SAFETENSORS = ".safetensors"
 NO_FILES = "there is no dataset and no *.safetensors file"
 
@@ -321,6 +322,15 @@ class SampleFile(MappedFile):
             columns=columns,
             num_generated_tokens=generated if isinstance(generated, int) else 0,
         )
+
+    def columns(self, place: int) -> dict[str, Any]:
+        """Return the columns that were kept of the sample at ``place``. A server's file states in
+        its metadata how many of its tokens were generated."""
+        columns = super().columns(place)
+        if _NUM_PROMPT in self.metadata:
+            num_generated = self.token_offsets[-1] - int(self.metadata[_NUM_PROMPT])
+            columns.setdefault(NUM_GENERATED, num_generated)
+        return columns
 
     def _tensors(self, rows: list[int]) -> dict[str, torch.Tensor]:
         """Return the tensors of these rows besides their hidden states."""
