@@ -267,6 +267,28 @@ def test_what_the_first_file_of_a_plain_folder_lacks_is_not_lost(fmt: str, tmp_p
         assert "b.safetensors has columns, which" in others[1]
 
 
+def test_a_folder_of_several_models_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The dataset states the first one. Paths of one model may differ, so it is no error."""
+    lines: list[str] = []
+    monkeypatch.setattr(
+        convert_module.logger, "warning", lambda text, *args: lines.append(text % args)
+    )
+    (tmp_path / "plain").mkdir()
+    models = [{"model": "m"}, {"model": "m", "adapter": "b"}, {"model": "m"}, {"model": "n"}]
+    for sample, model in zip(make_samples([2, 2, 2, 2]), models, strict=True):
+        write_hidden_states(
+            str(tmp_path / f"plain/{sample.index}.safetensors"),
+            {"hidden_states": sample.hidden_states, "token_ids": sample.token_ids},
+            {"layer_ids": "[0, 3, 8]", "num_hidden_layers": "8", **model},
+        )
+    convert_dataset(str(tmp_path / "plain"), str(tmp_path / "out"), "sharded")
+    assert [line.partition(": ")[2] for line in lines] == [
+        "its files are of several models: m, m with b, n"
+    ]
+
+
 def test_generated_tokens_of_a_servers_files(tmp_path: Path) -> None:
     (tmp_path / "plain").mkdir()
     for sample, num_prompt in zip(make_samples([5, 4, 7]), (3, 4, 1), strict=True):

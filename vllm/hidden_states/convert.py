@@ -187,9 +187,12 @@ def _settings_of_folder(dataset: HiddenStatesDataset) -> DatasetSettings:
             dataset.path,
             num_hidden_layers,
         )
-    models = sorted({MappedFile(path).metadata.get("model", "") for path in dataset.file_paths})
+    stated = (MappedFile(path).metadata for path in dataset.file_paths)
+    models = sorted(
+        {" with ".join(one[k] for k in ("model", "adapter") if k in one) for one in stated}
+    )
     if len(models) > 1:
-        logger.warning("%s: its files name several models (%s)", dataset.path, ", ".join(models))
+        logger.warning("%s: its files are of several models: %s", dataset.path, ", ".join(models))
     stored = first.tensor("hidden_states", 0, 1).dtype
     has_columns = bool(SampleFile(first.path).columns(0))
     options = {"keep_columns": "[]"} if has_columns or "columns" in metadata else {}
