@@ -177,6 +177,8 @@ def test_a_chat_with_a_stop_string(plain: LiveServer, reference: LLM, tmp_path: 
     assert tensors["token_ids"].tolist() == ids
     assert torch.equal(tensors["hidden_states"], sample.hidden_states)
     check_folder({"a": streamed.content}, [sample], tmp_path)
+    (read,) = HiddenStatesDataset(tmp_path)
+    assert read.token_ids[read.num_prompt_tokens :].tolist() == choice["token_ids"]
 
 
 def test_hooks(plain: LiveServer, reference: LLM) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from tests.engine.harness import extraction_config, greedy, rows_of
 from tests.extract.job_harness import digests, write_jsonl
@@ -200,6 +201,12 @@ def test_verify_against_transformers(
     for path in (tmp_path / "files").glob("*.json"):
         path.unlink()
     assert verify(tiny_llama, tmp_path / "files") == 0, "a plain folder of files"
+    paths = sorted((tmp_path / "files").glob("*.safetensors"))
+    for path, dtype in zip(paths[1:], (torch.bfloat16, torch.float64), strict=False):
+        tensors = load_file(path)
+        tensors["hidden_states"] = tensors["hidden_states"].to(dtype)
+        save_file(tensors, path, {"layer_ids": '[0, 2, 4, "norm"]'})
+    assert verify(tiny_llama, tmp_path / "files") == 0, "files of several dtypes"
     capsys.readouterr()
     assert verify(make_checkpoint(tmp_path / "other", "llama", seed=3), tmp_path / "output") == 1
     assert capsys.readouterr().out.count("BEYOND") == 4

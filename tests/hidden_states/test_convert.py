@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 import os
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from tests.hidden_states.sample_data import folder_bytes, make_samples, make_settings, write_dataset
 from vllm.hidden_states import HiddenStatesDataset
@@ -262,6 +265,119 @@ def test_what_the_first_file_of_a_plain_folder_lacks_is_not_lost(fmt: str, tmp_p
     else:
         assert "b.safetensors has scores, which" in others[0]
         assert "b.safetensors has columns, which" in others[1]
+
+
+def test_a_folder_of_several_models_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The dataset states the first one. Paths of one model may differ, so it is no error."""
+    lines: list[str] = []
+    monkeypatch.setattr(
+        convert_module.logger, "warning", lambda text, *args: lines.append(text % args)
+    )
+    (tmp_path / "plain").mkdir()
+    models = [{"model": "m"}, {"model": "m", "adapter": "b"}, {"model": "m"}, {"model": "n"}]
+    for sample, model in zip(make_samples([2, 2, 2, 2]), models, strict=True):
+        write_hidden_states(
+            str(tmp_path / f"plain/{sample.index}.safetensors"),
+            {"hidden_states": sample.hidden_states, "token_ids": sample.token_ids},
+            {"layer_ids": "[0, 3, 8]", "num_hidden_layers": "8", **model},
+        )
+    convert_dataset(str(tmp_path / "plain"), str(tmp_path / "out"), "sharded")
+    assert [line.partition(": ")[2] for line in lines] == [
+        "its files are of several models: m, m with b, n"
+    ]
+
+
+def test_generated_tokens_of_a_servers_files(tmp_path: Path) -> None:
+    (tmp_path / "plain").mkdir()
+    for sample, num_prompt in zip(make_samples([5, 4, 7]), (3, 4, 1), strict=True):
+        write_hidden_states(
+            str(tmp_path / f"plain/{sample.index}.safetensors"),
+            {"hidden_states": sample.hidden_states, "token_ids": sample.token_ids},
+            {"layer_ids": "[0, 3, 8]", "num_prompt_tokens": str(num_prompt)},
+        )
+    for name in ("plain", "sharded", "files"):
+        if name != "plain":
+            convert_dataset(str(tmp_path / "plain"), str(tmp_path / name), name)
+        dataset = HiddenStatesDataset(tmp_path / name)
+        assert [sample.num_prompt_tokens for sample in dataset] == [3, 4, 1], name
+        assert dataset["num_generated_tokens"] == [2, 0, 6]
+        assert list(verify_dataset(str(tmp_path / name))) == []
+
+
+FORMS: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
+    # what two files have: tensors, metadata
+    "scores float64 []": (({"scores": torch.float32},), ({"scores": torch.float64},)),
+    "scores int64 []": (({"scores": torch.int16},), ({"scores": torch.int64},)),
+    "probe_at [1, 3]": (({}, {"probe_at": "[0, 2]"}), ({}, {"probe_at": "[1, 3]"})),
+    "num_hidden_layers 12": (({}, {}), ({}, {"num_hidden_layers": "12"})),
+    "pooling mean": (({}, {"positions": "last"}), ({}, {"positions": "last", "pooling": "mean"})),
+    "positions last": (({}, {"positions": "every:2"}), ({}, {"positions": "last"})),
+    "the rule of masks answers": (({}, {"mask": "last-answer"}), ({}, {"mask": "answers"})),
+}
+
+
+@pytest.mark.parametrize("fmt", ["sharded", "numpy", "webdataset"])
+@pytest.mark.parametrize("found", FORMS)
+def test_files_of_a_plain_folder_that_are_no_dataset(found: str, fmt: str, tmp_path: Path) -> None:
+    """The dataset would have the first one's layers of experts, dtype of a tensor, and so on."""
+    (tmp_path / "plain").mkdir()
+    (sample,) = make_samples([1])
+    for stem, (dtypes, *rest) in zip("ab", FORMS[found], strict=True):
+        tensors = {"hidden_states": sample.hidden_states, "token_ids": sample.token_ids}
+        tensors |= {name: torch.ones(1, dtype=dtype) for name, dtype in dtypes.items()}
+        metadata = {"layer_ids": "[0, 3, 8]", "row_tensors": json.dumps([*dtypes])}
+        for more in rest:
+            metadata |= more
+        if "probe_at" in metadata:
+            metadata["row_constants"] = '["probe_at"]'
+        write_hidden_states(str(tmp_path / f"plain/{stem}.safetensors"), tensors, metadata)
+    with pytest.raises(ValueError, match=rf"b\.safetensors has {re.escape(found)}, but a\.safet"):
+        convert_dataset(str(tmp_path / "plain"), str(tmp_path / "b"), fmt)
+    assert not (tmp_path / "b").exists()
+
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16, FP8]
+TARGETS = ["sharded", "files", "numpy", "parquet", "modelopt"]
+
+
+@pytest.mark.parametrize("fmt", TARGETS)
+@pytest.mark.parametrize(("first", "second"), itertools.permutations(DTYPES, 2))
+def test_rows_of_a_plain_folder_keep_their_bits(
+    first: torch.dtype, second: torch.dtype, fmt: str, tmp_path: Path
+) -> None:
+    """The dtype of the dataset follows from the first file; what it would round is an error."""
+    (tmp_path / "plain").mkdir()
+    rows = torch.tensor([2**-30, 1 + 2**-6, 1 + 2**-9, 1 + 2**-20]).repeat(3, 3, 2)
+    stored = {}
+    for stem, dtype in zip("ab", (first, second), strict=True):
+        tensors = {"hidden_states": rows.to(dtype), "token_ids": torch.arange(3)}
+        stored[stem] = tensors["hidden_states"].float()
+        if dtype == FP8:
+            tensors["scales"] = torch.ones(3, 3)
+        path = str(tmp_path / f"plain/{stem}.safetensors")
+        save_file(tensors, path, {"layer_ids": "[0, 3, 8]"})
+
+    def convert(dtype: str | None) -> None:
+        convert_dataset(str(tmp_path / "plain"), str(tmp_path / "out"), fmt, dtype)
+
+    has_float32 = fmt in ("numpy", "parquet") and first == torch.bfloat16
+    wide = torch.float32 if has_float32 else first
+    if first == FP8 and fmt not in FORMATS:  # these formats have no fp8
+        wide = torch.float32 if fmt in ("numpy", "parquet") else torch.bfloat16
+    is_kept = torch.equal(stored["b"].to(wide).float(), stored["b"])
+    if second != FP8 and not is_kept:
+        with pytest.raises(ValueError, match=r"b\.safetensors has rows of .* would round: it foll"):
+            convert(None)
+        assert not (tmp_path / "out").exists()
+        convert("float32")
+    else:
+        convert(None)
+    if fmt in FORMATS:
+        dataset = HiddenStatesDataset(tmp_path / "out", torch.float32)
+        for sample, expected in zip(dataset, stored.values(), strict=True):
+            assert torch.equal(sample.hidden_states, expected)
 
 
 def test_experts_in_a_plain_folder(tmp_path: Path) -> None:

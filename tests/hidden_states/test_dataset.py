@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import pickle
+import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +28,7 @@ from vllm.hidden_states import dataset as dataset_module
 from vllm.hidden_states.names import FORMATS, DatasetFormat
 from vllm.hidden_states.tensor_file import TensorFile
 from vllm.hidden_states.verify import verify_dataset
+from vllm.training import ActivationBuffer
 from vllm.v1.rows.fields.fp8 import FP8
 from vllm.v1.rows.file import write_hidden_states
 
@@ -333,3 +337,75 @@ def test_batches_that_are_padded_and_packed(tmp_path: Path, dtype: str) -> None:
             assert not batch.rows[line, n:].any()
             assert torch.equal(batch.token_ids[line, :n], sample.token_ids)
             assert torch.equal(batch.positions[line, :n], sample.positions)
+
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+
+
+@pytest.mark.parametrize("dtypes", itertools.product(DTYPES, repeat=2))
+def test_batches_of_several_dtypes_keep_all_values(dtypes: tuple[torch.dtype, ...]) -> None:
+    samples = []
+    for dtype in dtypes:
+        (one,) = make_samples([3 + len(samples)], torch.float32)
+        rows = one.hidden_states.clamp(-1000, 1000).to(dtype)
+        scores = torch.linspace(0, 1, len(rows)).to(dtype)
+        samples.append(one.with_tensors(hidden_states=rows, scores=scores))
+    padded, packed = pad_samples(samples), pack_samples(samples)
+    start = 0
+    for place, sample in enumerate(samples):
+        count = len(sample.positions)
+        for name, tensor in sample.tensors.items():
+            is_rows = name == "hidden_states"
+            beside = padded.rows if is_rows else padded.tensors[name]
+            joined = packed.rows if is_rows else packed.tensors[name]
+            assert torch.equal(beside[place, :count].double(), tensor.double())
+            assert torch.equal(joined[start : start + count].double(), tensor.double())
+            assert not beside[place, count:].any()
+        start += count
+
+
+@pytest.mark.parametrize("collate", [pack_samples, pad_samples])
+def test_a_batch_has_rows_of_the_same_layers(collate: Callable[..., Any]) -> None:
+    one, other, last = make_samples([3, 4, 2])
+    samples = [one, other, dataclasses.replace(last, layer_ids=(8, 3, 0))]
+    with pytest.raises(ValueError, match=r"samples 0 and 2 have the layers \[0, 3, 8\] and \[8, 3"):
+        collate(samples)
+
+
+def test_numbers_of_a_plain_folder_are_read_as_what_they_are(tmp_path: Path) -> None:
+    """Masks of numbers would be taken for the places of rows."""
+    samples, mask = make_samples([4, 4, 4]), torch.tensor([True, False, False, True])
+    for sample, number in zip(samples, (torch.uint8, torch.int32, torch.int64), strict=True):
+        tensors = {
+            "hidden_states": sample.hidden_states,
+            "token_ids": torch.tensor([7, 3, 5, 4], dtype=torch.int32),
+            "positions": torch.arange(4, dtype=torch.int32),
+            "loss_mask": mask.to(number),
+        }
+        write_hidden_states(
+            str(tmp_path / f"{sample.index}.safetensors"),
+            tensors,
+            {"layer_ids": "[0, 3, 8]", "row_tensors": '["loss_mask"]'},
+        )
+    dataset = HiddenStatesDataset(tmp_path)
+    for read, sample in zip(dataset, samples, strict=True):
+        assert read.token_ids.dtype == read.positions.dtype == torch.int64
+        assert read.token_ids.tolist() == [7, 3, 5, 4]
+        assert read.loss_mask is not None
+        assert torch.equal(read.hidden_states[read.loss_mask], sample.hidden_states[[0, 3]])
+    (batch,) = ActivationBuffer(dataset, 6, 100, layers=3, only_masked=True, epochs=1)
+    rows = torch.cat([sample.hidden_states[[0, 3], 1] for sample in samples])
+    assert sorted(batch.float().tolist()) == sorted(rows.float().tolist())
+
+
+def test_a_file_with_other_slots_than_the_first(tmp_path: Path) -> None:
+    """Files that name no layers have rows of one shape, too."""
+    for name, shape in (("a", (3, 2, 5)), ("b", (4, 3, 5))):
+        tensors = {"hidden_states": torch.ones(shape), "token_ids": torch.arange(shape[0])}
+        write_hidden_states(str(tmp_path / f"{name}.safetensors"), tensors, {})
+    dataset = HiddenStatesDataset(tmp_path)
+    assert dataset[0].hidden_states.shape == (3, 2, 5)
+    problem = r"b\.safetensors has rows of shape \[3, 5\], the files before it have \[2, 5\]"
+    with pytest.raises(ValueError, match=problem):
+        dataset[1]
+    assert re.search(problem, "\n".join(verify_dataset(str(tmp_path))))

@@ -259,3 +259,17 @@ def test_bad_options(
              else ["hidden-states", "inspect", str(path), *options])  # fmt: skip
     assert ended.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_other_layers_without_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One layer would be compared with each of three."""
+    for name, slots in (("one", 1), ("three", 3)):
+        (tmp_path / name).mkdir()
+        tensors = {"hidden_states": torch.ones(4, slots, 8), "token_ids": torch.arange(4)}
+        write_hidden_states(str(tmp_path / name / "a.safetensors"), tensors, {})
+    for path, other, message in (("one", "three", "3 layers, not 1"), ("three", "one", "1 layers")):
+        options = [str(tmp_path / path), "--against", str(tmp_path / other), "--no-plots"]
+        with pytest.raises(SystemExit) as ended:
+            main(["hidden-states", "inspect", *options])
+        assert ended.value.code == 2
+        assert message in capsys.readouterr().err

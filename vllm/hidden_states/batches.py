@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -75,6 +76,13 @@ def rows_of(sample: HiddenStatesSample) -> RowBatch:
 def _rows_of_each(samples: Sequence[HiddenStatesSample]) -> list[RowBatch]:
     if not samples:
         raise ValueError("samples=[]: there is nothing to make a batch of")
+    for sample in samples:
+        if sample.layer_ids != samples[0].layer_ids:
+            layers = f"{list(samples[0].layer_ids)} and {list(sample.layer_ids)}"
+            raise ValueError(
+                f"samples {samples[0].index} and {sample.index} have the layers {layers}: a batch "
+                "has rows of the same layers; make one of each"
+            )
     return [rows_of(sample) for sample in samples]
 
 
@@ -148,16 +156,20 @@ def _other_tensors(parts: Sequence[RowBatch]) -> dict[str, list[torch.Tensor]]:
 def pack_samples(samples: Sequence[HiddenStatesSample]) -> RowBatch:
     """Concatenate all rows; ``RowBatch.samples`` holds the sample of each.
 
-    Raises ValueError if there is no sample.
+    Raises ValueError if there is no sample, or they have different layers.
     """
     return join(_rows_of_each(samples))
 
 
 def pad_samples(samples: Sequence[HiddenStatesSample]) -> PaddedBatch:
-    """Pad each sample to the length of the longest; raises ValueError if there is no sample."""
+    """Pad each sample to the length of the longest. A tensor has the dtype that holds the values of
+    all samples.
+
+    Raises ValueError if there is no sample, or they have different layers.
+    """
     parts = _rows_of_each(samples)
     rows, token_ids, positions, mask = (
-        pad_sequence(column, batch_first=True)
+        _padded(column)
         for column in (
             [part.rows for part in parts],
             [part.token_ids for part in parts],
@@ -168,15 +180,18 @@ def pad_samples(samples: Sequence[HiddenStatesSample]) -> PaddedBatch:
     return PaddedBatch(
         *(rows, token_ids, positions, mask),
         torch.tensor([sample.index for sample in samples]),
-        {
-            name: pad_sequence(each, batch_first=True)
-            for name, each in _other_tensors(parts).items()
-        },
+        {name: _padded(each) for name, each in _other_tensors(parts).items()},
         {
             name: [sample.columns.get(name) for sample in samples]
             for name in dict.fromkeys(name for sample in samples for name in sample.columns)
         },
     )
+
+
+def _padded(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the tensors side by side; pad_sequence alone would round all to the first's dtype."""
+    dtype = functools.reduce(torch.promote_types, (one.dtype for one in tensors))
+    return pad_sequence([one.to(dtype) for one in tensors], batch_first=True)
 
 
 def _refuse_to_collate(samples: Sequence[HiddenStatesSample], **_: object) -> None:

@@ -9,14 +9,16 @@ import os
 from collections.abc import Sequence
 from typing import cast
 
+import torch
+
 from vllm.hidden_states import metadata as records
-from vllm.hidden_states.dataset import HiddenStatesDataset
+from vllm.hidden_states.dataset import HiddenStatesDataset, SampleFile
 from vllm.hidden_states.layer_ids import convention_of
 from vllm.hidden_states.manifest import DatasetTotals, merge_units, read_skipped, start_dataset
 from vllm.hidden_states.mapped_file import MappedFile
 from vllm.hidden_states.metadata import MASK, DatasetSettings, UnitRecord
 from vllm.hidden_states.names import Pooling
-from vllm.hidden_states.sample import HiddenStatesError
+from vllm.hidden_states.sample import HiddenStatesError, HiddenStatesSample
 from vllm.hidden_states.tensor_file import checksum, dtype_name
 from vllm.hidden_states.units import (
     UnitWriter,
@@ -36,6 +38,11 @@ from vllm.v1.rows.fields.fp8 import FP8
 from vllm.v1.rows.fields.hidden import STORAGE_DTYPES, HiddenStates
 
 logger = init_logger(__name__)
+
+_STATED = {"num_hidden_layers": "not stated", "positions": "all", "pooling": "none"}
+"""Entries of the metadata that hold for all samples of a dataset, and what it means if a file has
+none."""
+_SEPARATE = "put files of each kind into folders of their own"
 
 _ID_BYTES = 8
 """Bytes of a token id or a position."""
@@ -68,7 +75,7 @@ def convert_dataset(
             f"{source}: rows of {dtype or source_settings.dtype} cannot be stored; use a dtype of "
             f"{known}"
         )
-    dtype = dtype or writer.stored_dtype(source_settings.dtype)
+    is_chosen, dtype = dtype is not None, dtype or writer.stored_dtype(source_settings.dtype)
     note = writer.check(dataclasses.replace(source_settings, format=fmt, dtype=dtype))
     if note is not None:
         logger.warning("%s: %s", destination, note)
@@ -80,6 +87,8 @@ def convert_dataset(
             )
     if stored.settings is None:
         _check_nothing_is_lost(stored, source_settings, writer)
+        if not is_chosen:
+            _check_dtypes(stored, dtype)
     skipped = read_skipped(source) if stored.settings else []
     _check_is_ours(destination)
     same = dtype == source_settings.dtype
@@ -178,8 +187,15 @@ def _settings_of_folder(dataset: HiddenStatesDataset) -> DatasetSettings:
             dataset.path,
             num_hidden_layers,
         )
+    stated = (MappedFile(path).metadata for path in dataset.file_paths)
+    models = sorted(
+        {" with ".join(one[k] for k in ("model", "adapter") if k in one) for one in stated}
+    )
+    if len(models) > 1:
+        logger.warning("%s: its files are of several models: %s", dataset.path, ", ".join(models))
     stored = first.tensor("hidden_states", 0, 1).dtype
-    options = {"keep_columns": "[]"} if "columns" in metadata else {}
+    has_columns = bool(SampleFile(first.path).columns(0))
+    options = {"keep_columns": "[]"} if has_columns or "columns" in metadata else {}
     options |= {MASK: json.dumps(metadata[MASK])} if MASK in metadata else {}
     options |= {
         option: "true"
@@ -215,9 +231,11 @@ def _check_nothing_is_lost(
     folder: HiddenStatesDataset, settings: DatasetSettings, writer: type[UnitWriter]
 ) -> None:
     """Raise ValueError if a file of a plain folder has what the first one lacks, so that
-    ``settings`` do not know it. A mask that leaves out no token says what no mask says."""
+    ``settings`` do not know it, or another form of it. A mask that leaves out no token says what no
+    mask says."""
     known = {*HiddenStates.tensor_names, *itertools.chain(*settings.stored_names)}
-    for index in range(len(folder)):
+    forms: dict[str, tuple[str, str]] = {}  # by name, with the file that has it
+    for index, path in enumerate(folder.file_paths):
         sample = folder.stored(index)
         more = {*sample.tensors, *sample.constants} - known - {LOSS_MASK}
         if sample.columns and not settings.has_columns:
@@ -229,9 +247,43 @@ def _check_nothing_is_lost(
             more.add(LOSS_MASK)
         if more:
             raise ValueError(
-                f"{folder.file_paths[index]} has {', '.join(sorted(more))}, which "
+                f"{path} has {', '.join(sorted(more))}, which "
                 f"{os.path.basename(folder.file_paths[0])} lacks, so a dataset of both would be "
-                "without: put files with and without it into folders of their own"
+                f"without: {_SEPARATE}"
+            )
+        for name, form in _forms(path, sample, writer).items():
+            other, owner = forms.setdefault(name, (form, os.path.basename(path)))
+            if form != other:
+                raise ValueError(
+                    f"{path} has {name} {form}, but {owner} has {other}, and a dataset has one of "
+                    f"them: {_SEPARATE}"
+                )
+
+
+def _forms(path: str, sample: HiddenStatesSample, writer: type[UnitWriter]) -> dict[str, str]:
+    """Return what is the same in all files of a dataset, by its name."""
+    metadata = MappedFile(path).metadata
+    forms = {name: metadata.get(name, default) for name, default in _STATED.items()}
+    forms |= {"the rule of masks": metadata[MASK]} if MASK in metadata else {}
+    if not writer.stores_fields:
+        return forms
+    for name, tensor in sample.other_tensors.items():
+        forms[name] = f"{dtype_name(tensor.dtype)} {list(tensor.shape[1:])}"
+    return forms | {name: str([*values]) for name, values in sample.constants.items()}
+
+
+def _check_dtypes(folder: HiddenStatesDataset, dtype: str) -> None:
+    """Raise ValueError if a file has rows that ``dtype``, which follows from the first one, would
+    round."""
+    first, target = None, STORAGE_DTYPES[dtype]
+    for index, path in enumerate(folder.file_paths):
+        found = folder.stored(index).hidden_states.dtype
+        first = first or found
+        is_kept = found == FP8 or (target != FP8 and torch.promote_types(found, target) == target)
+        if found != first and not is_kept:
+            raise ValueError(
+                f"{path} has rows of {dtype_name(found)}, which {dtype} would round: it follows "
+                f"from {os.path.basename(folder.file_paths[0])}; choose one with --dtype"
             )
 
 

@@ -32,6 +32,7 @@ from vllm.v1.rows.fields.fp8 import FP8
 _MAPPED_FILES = 64
 """Number of files that a process keeps mapped for one dataset."""
 _NUMBERS = re.compile(r"(\d+)")
+_NUM_PROMPT = "num_prompt_tokens"
 SAFETENSORS = ".safetensors"
 NO_FILES = "there is no dataset and no *.safetensors file"
 
@@ -104,7 +105,8 @@ class HiddenStatesDataset(Dataset[HiddenStatesSample]):
         self._starts = [0, *itertools.accumulate(counts)]
         self._ids: Sequence[int] = range(self._starts[-1])
         self._open = self._make_open()
-        self.layer_ids, self.hidden_size, stored = self._row_form()
+        self.layer_ids, self._row_shape, stored = self._row_form()
+        self.hidden_size = self._row_shape[-1]
         if dtype == FP8 and stored not in (None, FP8):
             raise ValueError(f"dtype={dtype}: {self.path} holds {stored}")
 
@@ -225,18 +227,20 @@ class HiddenStatesDataset(Dataset[HiddenStatesSample]):
     def _locate(self, number: int) -> tuple[SampleFile, int]:
         index = bisect.bisect_right(self._starts, number) - 1
         file = self._open(self._files[index])
-        if problem := file.other_form(self.layer_ids, self.hidden_size):
+        if problem := file.other_form(self.layer_ids, self._row_shape):
             raise ValueError(problem)
         return file, number - self._starts[index]
 
-    def _row_form(self) -> tuple[tuple[LayerId, ...], int, torch.dtype | None]:
-        """Return layer ids, hidden size, and the stored dtype (None: not known without reading)."""
+    def _row_form(self) -> tuple[tuple[LayerId, ...], tuple[int, ...], torch.dtype | None]:
+        """Return layer ids, the shape of a row, and the stored dtype (None: not known without
+        reading)."""
         if self.settings is not None:
-            return self.settings.layer_ids, self.settings.hidden_size, self.settings.torch_dtype
+            layer_ids, hidden_size = self.settings.layer_ids, self.settings.hidden_size
+            return layer_ids, (len(layer_ids), hidden_size), self.settings.torch_dtype
         if not self._files:
             raise ValueError(f"{self.path}: {NO_FILES}")
         first = self._open(self._files[0])
-        return first.layer_ids, first.hidden_size, None
+        return first.layer_ids, first.row_shape, None
 
     def unmap(self) -> None:
         """Give back the memory of mapped files of which no sample is in use."""
@@ -279,15 +283,16 @@ class SampleFile(MappedFile):
             raise DamagedFileError(
                 f"{path}: rows of shape {list(shape[1:])} for layers {list(self.layer_ids)}"
             )
-        self.hidden_size = shape[-1]
+        self.row_shape = tuple(shape[1:])
         self.row_offsets: list[int] = self.offsets("row_offsets").tolist()
         self.token_offsets: list[int] = self.offsets("token_offsets").tolist()
 
-    def other_form(self, layer_ids: tuple[LayerId, ...], hidden_size: int) -> str | None:
+    def other_form(self, layer_ids: tuple[LayerId, ...], row_shape: tuple[int, ...]) -> str | None:
         """Return the problem if the rows have another form than those of the files before."""
         for what, found, expected in (
             ("layers", list(self.layer_ids), list(layer_ids)),
-            ("width", self.hidden_size, hidden_size),
+            ("width", *(shape[-1] for shape in (self.row_shape, row_shape))),
+            ("shape", list(self.row_shape), list(row_shape)),
         ):
             if found != expected:
                 return (
@@ -306,8 +311,8 @@ class SampleFile(MappedFile):
         return HiddenStatesSample(
             index=index,
             request_id=name,
-            token_ids=self.tensor("token_ids", *self.token_offsets[place : place + 2]),
-            positions=self.tensor("positions", *rows)
+            token_ids=self.tensor("token_ids", *self.token_offsets[place : place + 2]).long(),
+            positions=self.tensor("positions", *rows).long()
             if "positions" in self
             else torch.arange(len(values)),
             tensors={"hidden_states": values} | self._tensors(rows),
@@ -318,6 +323,15 @@ class SampleFile(MappedFile):
             num_generated_tokens=generated if isinstance(generated, int) else 0,
         )
 
+    def columns(self, place: int) -> dict[str, Any]:
+        """Return the columns that were kept of the sample at ``place``. A server's file states in
+        its metadata how many of its tokens were generated."""
+        columns = super().columns(place)
+        if _NUM_PROMPT in self.metadata:
+            num_generated = self.token_offsets[-1] - int(self.metadata[_NUM_PROMPT])
+            columns.setdefault(NUM_GENERATED, num_generated)
+        return columns
+
     def _tensors(self, rows: list[int]) -> dict[str, torch.Tensor]:
         """Return the tensors of these rows besides their hidden states."""
         scales = self.scales(*rows)
@@ -325,7 +339,10 @@ class SampleFile(MappedFile):
         if self.metadata.get("positions") == "mask" and "pooling" not in self.metadata:
             tensors[LOSS_MASK] = torch.ones(rows[1] - rows[0], dtype=torch.bool)
         names = self._stored_names.tensors
-        return tensors | {name: self.tensor(name, *rows) for name in names if name in self}
+        tensors |= {name: self.tensor(name, *rows) for name in names if name in self}
+        if LOSS_MASK in tensors:  # numbers would be taken for the places of rows
+            tensors[LOSS_MASK] = tensors[LOSS_MASK].bool()
+        return tensors
 
     @cached_property
     def _stored_names(self) -> StoredNames:

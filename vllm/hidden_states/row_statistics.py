@@ -172,6 +172,8 @@ def compare_rows(
     if len(dataset) != len(other):
         raise ValueError(f"--against {other.path}: {len(other)} samples, not {len(dataset)}")
     layers = _num_layers(dataset)
+    if layers != _num_layers(other):  # of files that do not name them
+        raise ValueError(f"--against {other.path}: {_num_layers(other)} layers, not {layers}")
     count, worst, relative = 0, torch.zeros(layers), torch.zeros(layers)
     total, cosine = torch.zeros(2, layers, dtype=torch.float64)
     for number in draw_samples(dataset, max_samples, seed):

@@ -71,7 +71,7 @@ def _verify_plain(directory: str) -> Iterator[str]:
         with suppress(DamagedFileError):  # it was reported
             file = SampleFile(path)
             first = first or file
-            if problem := file.other_form(first.layer_ids, first.hidden_size):
+            if problem := file.other_form(first.layer_ids, first.row_shape):
                 yield problem
 
 

@@ -31,8 +31,8 @@ _FLOAT32_LIMIT = 1e-4
 _ROUNDING_FACTOR = 3.0
 """Limit of the error in other dtypes, as a multiple of the error of transformers in that dtype;
 both are relative to float32. The two round at different places."""
-_STORAGE_LIMITS = {"float32": 0.0, "float16": 1e-3, "bfloat16": 4e-3, "fp8": 5e-2}
-"""Error that storing a row may add."""
+_STORAGE_LIMITS = {"float16": 1e-3, "bfloat16": 4e-3, "fp8": 5e-2, "float8_e4m3fn": 5e-2}
+"""Error that storing a row may add, by the names of settings and of torch; others add none."""
 
 
 def verify_against(
@@ -107,12 +107,12 @@ def verify_samples(
     points: the points of the dataset's hooks, by the names of their columns.
     """
     dataset = HiddenStatesDataset(directory)
-    columns = _columns_of(dataset, points or {})
+    chosen = sorted(random.Random(seed).sample(range(len(dataset)), min(count, len(dataset))))
+    columns = _columns_of(dataset, chosen, points or {})
     exact = _Reference(model_config, columns, torch.float32)
     is_rounded = model_config.dtype != torch.float32
     rounded = _Reference(model_config, columns, model_config.dtype) if is_rounded else None
     worst, usual = dict.fromkeys(columns, 0.0), dict.fromkeys(columns, 0.0)
-    chosen = sorted(random.Random(seed).sample(range(len(dataset)), min(count, len(dataset))))
     for index in chosen:
         sample = dataset[index]
         if int(sample.token_ids.max()) >= model_config.get_vocab_size():
@@ -241,26 +241,29 @@ class _Logprobs(_Column):
         return (logits[sample.positions] / self.temperature).log_softmax(-1)
 
 
-def _columns_of(dataset: HiddenStatesDataset, points: Mapping[str, HookPoint]) -> list[_Column]:
+def _columns_of(
+    dataset: HiddenStatesDataset, chosen: Sequence[int], points: Mapping[str, HookPoint]
+) -> list[_Column]:
     settings = dataset.settings
     if settings is not None:
-        dtype = settings.dtype
-    else:
-        first = dataset.stored(0)
-        dtype = "fp8" if first.scales is not None else dtype_name(first.hidden_states.dtype)
+        dtypes = [settings.dtype]
+    else:  # each file of a plain folder may have another one
+        dtypes = [dtype_name(dataset.stored(index).hidden_states.dtype) for index in chosen]
+    limit = max((_STORAGE_LIMITS.get(name, 0.0) for name in dtypes), default=0.0)
     columns: list[_Column] = [
-        _Layer(place, layer_id, _STORAGE_LIMITS[dtype])
-        for place, layer_id in enumerate(dataset.layer_ids)
+        _Layer(place, layer_id, limit) for place, layer_id in enumerate(dataset.layer_ids)
     ]
     if settings is None:
         return columns
     options = settings.request_options
     for name in options.get("hooks", ()):
         stored_as = dtype_name(settings.request_tensors[name].dtype)
-        columns.append(_Activation(name, points.get(name), _STORAGE_LIMITS[stored_as]))
+        columns.append(_Activation(name, points.get(name), _STORAGE_LIMITS.get(stored_as, 0.0)))
     if "top_logprobs" in options:
         stored_as = dtype_name(settings.request_tensors["top_logprobs"].dtype)
-        columns.append(_Logprobs(options["logprob_temperature"], _STORAGE_LIMITS[stored_as]))
+        columns.append(
+            _Logprobs(options["logprob_temperature"], _STORAGE_LIMITS.get(stored_as, 0.0))
+        )
     return columns
 
 

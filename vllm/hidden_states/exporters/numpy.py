@@ -92,6 +92,8 @@ class _GrowingArray:
         self._write_header()
 
     def append(self, values: np.ndarray[Any, Any]) -> None:
+        form = values.dtype, values.shape[1:]
+        assert form == (self._like.dtype, self._like.shape[1:]), f"{form} in {self._file.name}"
         self._file.write(values.data if values.size else b"")
         self.length += len(values)
 
