@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -226,6 +227,47 @@ def test_a_plain_folder_that_does_not_fit(tmp_path: Path) -> None:
     write("b", rows[:, :2].double(), "[8, 0, 3]")
     with pytest.raises(ValueError, match=r"b.safetensors: rows of shape \[2, 5\] for layers"):
         convert_dataset(str(folder), str(tmp_path / "c"), "files", "float32")
+
+
+@pytest.mark.parametrize("places", [(0, 1), (1, 0)])
+@pytest.mark.parametrize("fmt", ["sharded", "files"])
+def test_a_plain_folder_with_masks_in_some_files(
+    tmp_path: Path, places: tuple[int, int], fmt: str
+) -> None:
+    """As requests over HTTP leave it. Where a file has no mask, every token counts."""
+    samples, mask = make_samples([3, 4]), torch.tensor([False, True, True, False])
+    (tmp_path / "plain").mkdir()
+    tensors: list[dict[str, torch.Tensor]] = [{}, {"loss_mask": mask}]
+    about = [{}, {"row_tensors": '["loss_mask"]', "columns": '{"a": 5}', "mask": "answers"}]
+    for sample, place, more, metadata in zip(samples, places, tensors, about, strict=True):
+        write_hidden_states(
+            str(tmp_path / "plain" / f"{place}.safetensors"),
+            {"hidden_states": sample.hidden_states, "token_ids": sample.token_ids, **more},
+            {"layer_ids": "[0, 3, 8]", **metadata},
+        )
+    convert_dataset(str(tmp_path / "plain"), str(tmp_path / "b"), fmt)
+    dataset = HiddenStatesDataset(tmp_path / "b")
+    plain, masked = (dataset[place] for place in places)
+    assert torch.equal(masked.hidden_states, samples[1].hidden_states)
+    assert plain.loss_mask is not None and plain.loss_mask.tolist() == [True] * 3
+    assert masked.loss_mask is not None and torch.equal(masked.loss_mask, mask)
+    assert (plain.columns, masked.columns) == ({}, {"a": 5})
+    assert dataset.settings is not None and dataset.settings.mask_rule == "answers"
+
+
+def test_a_plain_folder_whose_first_file_has_less(tmp_path: Path) -> None:
+    """Tensors of later files are not left out in silence."""
+    (tmp_path / "plain").mkdir()
+    for name, more in (("a", {}), ("b", {"mine": torch.ones(4, 2)})):
+        (sample,) = make_samples([4])
+        write_hidden_states(
+            str(tmp_path / "plain" / f"{name}.safetensors"),
+            {"hidden_states": sample.hidden_states, "token_ids": sample.token_ids, **more},
+            {"layer_ids": "[0, 3, 8]", "row_tensors": json.dumps(list(more))},
+        )
+    with pytest.raises(ValueError, match=r"b.safetensors: it has mine, and .*a.safetensors does"):
+        convert_dataset(str(tmp_path / "plain"), str(tmp_path / "b"), "sharded")
+    assert not (tmp_path / "b").exists()
 
 
 def test_experts_in_a_plain_folder(tmp_path: Path) -> None:

@@ -8,6 +8,8 @@ import os
 from collections.abc import Sequence
 from typing import cast
 
+import torch
+
 from vllm.hidden_states import metadata as records
 from vllm.hidden_states.dataset import HiddenStatesDataset
 from vllm.hidden_states.layer_ids import convention_of
@@ -23,12 +25,20 @@ from vllm.logger import init_logger
 from vllm.utils.disk import FILE_BYTES, check_room
 from vllm.utils.regular_files import open_regular
 from vllm.utils.whole_files import TemporaryName
-from vllm.v1.rows.fields import BUILT_IN, LOSS_MASK, METADATA_KEYS, find_field
+from vllm.v1.rows.fields import (
+    BUILT_IN,
+    LOSS_MASK,
+    METADATA_KEYS,
+    StoredNames,
+    find_field,
+)
 from vllm.v1.rows.fields.fp8 import FP8
 from vllm.v1.rows.fields.hidden import STORAGE_DTYPES
 
 logger = init_logger(__name__)
 
+_COLUMNS = "columns"
+"""Metadata of a file that has columns."""
 _ID_BYTES = 8
 """Bytes of a token id or a position."""
 _IDS_OF_A_SAMPLE = 4
@@ -142,6 +152,9 @@ def _write_unit(
     with open_unit_writer(destination, unit, settings, repaired) as writer:
         for number in samples:
             sample = dataset[number]
+            if settings.has_loss_mask and sample.loss_mask is None:  # of a plain folder
+                every = torch.ones(len(sample.positions), dtype=torch.bool)
+                sample = sample.with_tensors(**{LOSS_MASK: every})
             record = sample.index if sample.record is None else sample.record
             try:
                 writer.append(sample, sample.index, record, sample.request_id if named else None)
@@ -169,16 +182,16 @@ def _settings_of_folder(dataset: HiddenStatesDataset) -> DatasetSettings:
             num_hidden_layers,
         )
     stored = first.tensor("hidden_states", 0, 1).dtype
-    options = {"keep_columns": "[]"} if "columns" in metadata else {}
-    options |= {MASK: json.dumps(metadata[MASK])} if MASK in metadata else {}
+    kept, rules = _kept_in(dataset)
+    options = {"keep_columns": "[]"} if _COLUMNS in kept else {}
+    options |= {MASK: json.dumps(*rules)} if len(rules) == 1 else {}
     options |= {
         option: "true"
         for option, field in BUILT_IN.items()
         if set(find_field(field).tensor_names) <= first.names
     }
     others = [json.loads(metadata.get(key, "[]")) for key in METADATA_KEYS]
-    if has_loss_mask := LOSS_MASK in others[0]:
-        others[0].remove(LOSS_MASK)
+    others[0] = [name for name in others[0] if name != LOSS_MASK]
     if any(others):
         options[records.ROW_TENSORS] = json.dumps(others)
     settings = DatasetSettings(
@@ -198,7 +211,25 @@ def _settings_of_folder(dataset: HiddenStatesDataset) -> DatasetSettings:
         engine_version=metadata.get("engine_version", ""),
         convention=convention_of(dataset.layer_ids),
     )
-    return settings.with_plan(1, len(dataset), has_loss_mask)
+    return settings.with_plan(1, len(dataset), LOSS_MASK in kept)
+
+
+def _kept_in(dataset: HiddenStatesDataset) -> tuple[set[str], set[str]]:
+    """Return what the files of a plain folder keep besides hidden states, and the rules by which
+    their masks were made. Raises ValueError if a later file has tensors that the first lacks."""
+    kept: set[str] = set()
+    rules: set[str] = set()
+    for number, path in enumerate(dataset.file_paths):
+        file = MappedFile(path)
+        names = {*StoredNames.in_file(file.metadata).tensors} & file.names
+        if number and (more := sorted(names - kept - {LOSS_MASK})):
+            raise ValueError(
+                f"{path}: it has {', '.join(more)}, and {dataset.file_paths[0]} does not, so the "
+                "dataset would have no place for it; convert files with the same tensors together"
+            )
+        kept |= {*names, *file.metadata.keys() & {_COLUMNS}}
+        rules |= {file.metadata[MASK]} if MASK in file.metadata else set()
+    return kept, rules
 
 
 def _digest(dataset: HiddenStatesDataset) -> str:
