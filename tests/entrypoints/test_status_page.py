@@ -296,6 +296,24 @@ def test_every_field_is_described_and_every_body_has_an_example(state: GateState
         assert content["example"] == EXAMPLES[model]
 
 
+def test_statuses_and_defaults_that_are_described_are_those_of_replies(state: GateState) -> None:
+    with gate(build_app, state) as server:
+        described = httpx.get(f"{server.url}/openapi.json").json()
+        missing = httpx.get(f"{server.url}/v1/hidden_states/none")
+    operations = [one for path in described["paths"].values() for one in path.values()]
+    assert not any("422" in one["responses"] for one in operations)
+    download = described["paths"]["/v1/hidden_states/{file_id}"]["get"]["responses"]
+    assert str(missing.status_code) == "404" and "404" in download
+    schemas = described["components"]["schemas"]
+    for name, default in {
+        "Embedding": "false",
+        "Pooling": "false",
+        "ChatCompletion": "true",
+    }.items():
+        field = schemas[f"{name}Request"]["properties"]["add_generation_prompt"]
+        assert f"{default} by default" in field["description"]
+
+
 def test_pages_fit_a_phone(state: GateState) -> None:
     """Long words wrap, and a row of the API's tables becomes a block of lines."""
     with gate(build_app, state) as server:

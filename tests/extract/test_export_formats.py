@@ -88,6 +88,23 @@ def test_a_damaged_file_is_made_again(tiny_llama: Path, data: Path, tmp_path: Pa
     assert digests(output) == expected
 
 
+def test_texts_have_no_mask_however_they_were_made(tiny_llama: Path, tmp_path: Path) -> None:
+    """In one pass, made again alone, and converted: each token counts, and no file says so."""
+    data = write_jsonl(tmp_path / "data.jsonl", [{"text": f"Text {i}."} for i in range(4)])
+    direct, dataset, converted = tmp_path / "direct", tmp_path / "dataset", tmp_path / "converted"
+    run(tiny_llama, data, direct, format="modelopt", layers="0,3,norm")
+    expected = digests(direct)
+    (direct / "00000002.pt").unlink()
+    run(tiny_llama, data, direct, format="modelopt", layers="0,3,norm")
+    assert digests(direct) == expected
+    run(tiny_llama, data, dataset, layers="0,3,norm")
+    convert_dataset(str(dataset), str(converted), "modelopt")
+    for folder in (direct, converted):
+        for number in range(4):
+            stored = torch.load(folder / f"{number:08d}.pt", weights_only=True)
+            assert "loss_mask" not in stored, folder
+
+
 def test_values_of_arrays(tiny_llama: Path, data: Path, tmp_path: Path) -> None:
     run(tiny_llama, data, tmp_path / "output", format="numpy", shard_size_gib=1.0)
     rows = np.load(tmp_path / "output" / "shard-00000.hidden_states.npy", mmap_mode="r")

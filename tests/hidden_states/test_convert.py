@@ -233,7 +233,7 @@ def test_a_plain_folder_that_does_not_fit(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("fmt", ["sharded", "files", "numpy", "modelopt", "specforge-domino"])
 def test_what_the_first_file_of_a_plain_folder_lacks_is_not_lost(fmt: str, tmp_path: Path) -> None:
-    """A mask that leaves out no token says what no mask says."""
+    """Every token of a file without a mask counts; other tensors are an error."""
     samples, rest = make_samples([3, 6]), torch.arange(6)
 
     def convert(name: str, metadata: dict[str, str], **more: torch.Tensor) -> str:
@@ -253,9 +253,7 @@ def test_what_the_first_file_of_a_plain_folder_lacks_is_not_lost(fmt: str, tmp_p
         return ""
 
     masked = {"row_tensors": '["loss_mask"]'}
-    problem = convert("masked", masked, loss_mask=rest % 2 == 0)
-    assert "b.safetensors has loss_mask, which a.safetensors lacks" in problem
-    assert not convert("unmasked", masked, loss_mask=rest >= 0)
+    assert not convert("masked", masked, loss_mask=rest % 2 == 0)
     others = [
         convert("scores", {"row_tensors": '["scores"]'}, scores=rest.float()),
         convert("columns", {"columns": '{"label": 5}'}),
@@ -264,7 +262,7 @@ def test_what_the_first_file_of_a_plain_folder_lacks_is_not_lost(fmt: str, tmp_p
         assert others == ["", ""]
     else:
         assert "b.safetensors has scores, which" in others[0]
-        assert "b.safetensors has columns, which" in others[1]
+        assert not others[1]
 
 
 def test_a_folder_of_several_models_is_told(
@@ -378,6 +376,32 @@ def test_rows_of_a_plain_folder_keep_their_bits(
         dataset = HiddenStatesDataset(tmp_path / "out", torch.float32)
         for sample, expected in zip(dataset, stored.values(), strict=True):
             assert torch.equal(sample.hidden_states, expected)
+
+
+@pytest.mark.parametrize("places", [(0, 1), (1, 0)])
+@pytest.mark.parametrize("fmt", ["sharded", "files"])
+def test_a_plain_folder_with_masks_in_some_files(
+    tmp_path: Path, places: tuple[int, int], fmt: str
+) -> None:
+    """As requests over HTTP leave it. Where a file has no mask, every token counts."""
+    samples, mask = make_samples([3, 4]), torch.tensor([False, True, True, False])
+    (tmp_path / "plain").mkdir()
+    tensors: list[dict[str, torch.Tensor]] = [{}, {"loss_mask": mask}]
+    about = [{}, {"row_tensors": '["loss_mask"]', "columns": '{"a": 5}', "mask": "answers"}]
+    for sample, place, more, metadata in zip(samples, places, tensors, about, strict=True):
+        write_hidden_states(
+            str(tmp_path / "plain" / f"{place}.safetensors"),
+            {"hidden_states": sample.hidden_states, "token_ids": sample.token_ids, **more},
+            {"layer_ids": "[0, 3, 8]", **metadata},
+        )
+    convert_dataset(str(tmp_path / "plain"), str(tmp_path / "b"), fmt)
+    dataset = HiddenStatesDataset(tmp_path / "b")
+    plain, masked = (dataset[place] for place in places)
+    assert torch.equal(masked.hidden_states, samples[1].hidden_states)
+    assert plain.loss_mask is not None and plain.loss_mask.tolist() == [True] * 3
+    assert masked.loss_mask is not None and torch.equal(masked.loss_mask, mask)
+    assert (plain.columns, masked.columns) == ({}, {"a": 5})
+    assert dataset.settings is not None and dataset.settings.mask_rule == "answers"
 
 
 def test_experts_in_a_plain_folder(tmp_path: Path) -> None:

@@ -161,6 +161,9 @@ def _write_unit(
     with open_unit_writer(destination, unit, settings, repaired) as writer:
         for number in samples:
             sample = dataset[number]
+            if settings.has_loss_mask and sample.loss_mask is None:  # of a plain folder
+                every = torch.ones(len(sample.positions), dtype=torch.bool)
+                sample = sample.with_tensors(**{LOSS_MASK: every})
             record = sample.index if sample.record is None else sample.record
             try:
                 writer.append(sample, sample.index, record, sample.request_id if named else None)
@@ -171,7 +174,8 @@ def _write_unit(
 
 
 def _settings_of_folder(dataset: HiddenStatesDataset) -> DatasetSettings:
-    """Return the settings of a plain folder of files, as the first file states them."""
+    """Return the settings of a plain folder of files, as the first file states them; masks and
+    columns, which samples may lack, of any file."""
     if not dataset.layer_ids:
         raise ValueError(
             f"{dataset.path}: its files do not say which layers they have, so a dataset made from "
@@ -187,24 +191,26 @@ def _settings_of_folder(dataset: HiddenStatesDataset) -> DatasetSettings:
             dataset.path,
             num_hidden_layers,
         )
-    stated = (MappedFile(path).metadata for path in dataset.file_paths)
+    files = [SampleFile(path) for path in dataset.file_paths]
+    stated = [file.metadata for file in files]
     models = sorted(
         {" with ".join(one[k] for k in ("model", "adapter") if k in one) for one in stated}
     )
     if len(models) > 1:
         logger.warning("%s: its files are of several models: %s", dataset.path, ", ".join(models))
     stored = first.tensor("hidden_states", 0, 1).dtype
-    has_columns = bool(SampleFile(first.path).columns(0))
-    options = {"keep_columns": "[]"} if has_columns or "columns" in metadata else {}
-    options |= {MASK: json.dumps(metadata[MASK])} if MASK in metadata else {}
+    has_columns = any("columns" in file.metadata or file.columns(0) for file in files)
+    options = {"keep_columns": "[]"} if has_columns else {}
+    rule = next((one[MASK] for one in stated if MASK in one), None)
+    options |= {} if rule is None else {MASK: json.dumps(rule)}
     options |= {
         option: "true"
         for option, field in BUILT_IN.items()
         if set(find_field(field).tensor_names) <= first.names
     }
     others = [json.loads(metadata.get(key, "[]")) for key in METADATA_KEYS]
-    if has_loss_mask := LOSS_MASK in others[0]:
-        others[0].remove(LOSS_MASK)
+    others[0] = [name for name in others[0] if name != LOSS_MASK]
+    has_loss_mask = any(LOSS_MASK in json.loads(one.get(METADATA_KEYS[0], "[]")) for one in stated)
     if any(others):
         options[records.ROW_TENSORS] = json.dumps(others)
     settings = DatasetSettings(
@@ -230,22 +236,14 @@ def _settings_of_folder(dataset: HiddenStatesDataset) -> DatasetSettings:
 def _check_nothing_is_lost(
     folder: HiddenStatesDataset, settings: DatasetSettings, writer: type[UnitWriter]
 ) -> None:
-    """Raise ValueError if a file of a plain folder has what the first one lacks, so that
-    ``settings`` do not know it, or another form of it. A mask that leaves out no token says what no
-    mask says."""
+    """Raise ValueError if a file of a plain folder has tensors that the first one lacks, so that
+    ``settings`` do not know them, or another form of them."""
     known = {*HiddenStates.tensor_names, *itertools.chain(*settings.stored_names)}
     forms: dict[str, tuple[str, str]] = {}  # by name, with the file that has it
     for index, path in enumerate(folder.file_paths):
         sample = folder.stored(index)
         more = {*sample.tensors, *sample.constants} - known - {LOSS_MASK}
-        if sample.columns and not settings.has_columns:
-            more.add("columns")
-        if not writer.stores_fields:
-            more.clear()
-        mask = None if LOSS_MASK in known else sample.loss_mask
-        if writer.stores_loss_mask and mask is not None and not mask.all():
-            more.add(LOSS_MASK)
-        if more:
+        if more and writer.stores_fields:
             raise ValueError(
                 f"{path} has {', '.join(sorted(more))}, which "
                 f"{os.path.basename(folder.file_paths[0])} lacks, so a dataset of both would be "

@@ -85,6 +85,10 @@ ERROR_STATUSES = {
     503: "The engine is gone, or the server is shutting down",
     507: "There is no room for the request's hidden states",
 }
+STATUSES_OF_PARAMETERS = {
+    "path": ("404", "There is none of this name"),
+    "query": ("400", "A parameter is wrong"),
+}
 _MESSAGES = [{"role": "user", "content": "A question?"}]
 EXAMPLES: dict[type[BaseModel], dict[str, Any]] = {
     CompletionRequest: {"prompt": "A text.", "max_tokens": 16},
@@ -162,8 +166,19 @@ def _describe(app: FastAPI) -> dict[str, Any]:
         described["components"]["schemas"] |= models_json_schema(modes, ref_template=_REF)[1][
             "$defs"
         ]
+        for operation in (one for path in described["paths"].values() for one in path.values()):
+            _describe_parameters(operation)
         app.openapi_schema = described
     return app.openapi_schema
+
+
+def _describe_parameters(operation: dict[str, Any]) -> None:
+    """Replace FastAPI's status for wrong parameters by those of this server."""
+    operation["responses"].pop("422", None)
+    content = {"application/json": _json(ErrorResponse)}
+    for place in sorted({one["in"] for one in operation.get("parameters", ())}):
+        status, about = STATUSES_OF_PARAMETERS[place]
+        operation["responses"].setdefault(status, {"description": about, "content": content})
 
 
 def _json(model: type[BaseModel]) -> dict[str, Any]:

@@ -495,6 +495,8 @@ class PooledBody(ChatFields, PromptFields):
     """A text, a list of token ids, or a list of either: one result for each."""
     messages: Messages | None = None
     """A conversation, instead of ``input``."""
+    add_generation_prompt: bool | None = None
+    """End the prompt with the beginning of an assistant message; false by default."""
 
 
 class ClassificationRequest(PooledBody):

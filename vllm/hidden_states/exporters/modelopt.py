@@ -38,7 +38,7 @@ class Exporter(TorchFiles):
     def _content(self, stored: HiddenStatesSample) -> dict[str, Any]:
         is_normed = NORM in stored.layer_ids
         last = NORM if is_normed else self._settings.num_hidden_layers
-        mask = {"loss_mask": mask_of(stored)} if stored.loss_mask is not None else {}
+        mask = {"loss_mask": mask_of(stored)} if self._settings.has_loss_mask else {}
         return {
             "input_ids": stored.token_ids.clone(),
             "hidden_states": self._layer_of(stored, last),
