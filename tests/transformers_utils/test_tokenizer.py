@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,16 @@ def test_a_revision_of_the_model_has_its_tokenizer(
     assert num_tokens(model="other", revision="later") == apart  # a revision of the other
     with pytest.raises(ValueError, match="from 'me/tiny', revision='nowhere'"):
         num_tokens(tokenizer_revision="nowhere")
+    # Tokenizers with code of their own may read settings that are known to no one else.
+    monkeypatch.setattr("vllm.transformers_utils.tokenizer._own_code", lambda _: {"own.py": ""})
+    shutil.copytree(cache / "snapshots" / ("a" * 40), other := cache / "snapshots" / ("c" * 40))
+    file = other / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"model_max_length": 77}))
+    first, same, third = (
+        stated_in_full(get_tokenizer("me/tiny", revision=one))
+        for one in ("main", "a" * 40, "c" * 40)
+    )
+    assert first == same != third
 
 
 def test_the_token_for_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

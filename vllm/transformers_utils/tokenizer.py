@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 _MODES = ("auto",)
+_revisions: WeakKeyDictionary[Any, str | None] = WeakKeyDictionary()
+"""Versions on the hub of which tokenizers are, as they were asked for."""
 _SETTINGS_FILES = ("tokenizer_config.json", "added_tokens.json", "special_tokens_map.json")
 
 
@@ -92,6 +94,7 @@ def get_tokenizer(
         raise ValueError(f"{tokenizer_name!r} holds no tokenizer files")
     if tokenizer.chat_template is None:
         tokenizer.chat_template = _processor_template(tokenizer_name, revision, kwargs.get("token"))
+    _revisions[tokenizer] = revision
     return cast(TokenizerLike, tokenizer)
 
 
@@ -310,10 +313,10 @@ def _digests_of_files(tokenizer: Any) -> dict[str, str]:
     from transformers.utils import cached_file
 
     found: dict[str, str] = {}
-    commit = tokenizer.init_kwargs.get("_commit_hash")
+    revision = _revisions.get(tokenizer)
     for name in sorted({*_SETTINGS_FILES, *tokenizer.vocab_files_names.values()}):
         with suppress(OSError, ValueError):
-            path = cached_file(tokenizer.name_or_path, name, _commit_hash=commit)
+            path = cached_file(tokenizer.name_or_path, name, revision=revision)
             found[name] = _digest_of(Path(path))
     return found
 
