@@ -40,6 +40,15 @@ def test_shapes_of_a_dense_model(llama: str) -> None:
     assert not config.has_mixed_attention
 
 
+def test_a_folder_in_the_home_folder(llama: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shells expand no ``~`` in ``--model=~/folder``."""
+    folder = Path(llama)
+    monkeypatch.setenv("HOME", str(folder.parent))
+    config = ModelConfig(model=f"~/{folder.name}", tokenizer=f"~/{folder.name}/")
+    assert (config.model, config.tokenizer) == (llama, f"{llama}/")
+    assert config.get_hidden_size() == 48
+
+
 def test_layers_of_pipeline_stages_add_up(llama: str) -> None:
     config = ModelConfig(model=llama)
     per_rank = [

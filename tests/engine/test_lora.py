@@ -357,6 +357,37 @@ def test_preempted_requests_keep_their_adapters(checkpoint: Checkpoint, tmp_path
         assert list(store._loaded) == adapters[-1:] and not store._waiting
 
 
+def test_files_that_change_after_they_were_read(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """Requests of one name had the old adapter or the new one, by what had left the memory."""
+    folder, (path, other) = checkpoint("llama"), (tmp_path / "one", tmp_path / "other")
+    write_adapter(path, folder, 1)
+    write_adapter(other, folder, 2)
+    with engine(folder, enable_lora=True, max_loras=1) as llm:
+
+        def rows(adapter: LoRARequest) -> torch.Tensor:
+            (sample,) = llm.extract(PROMPTS[:1], layers=[4], lora_request=adapter)
+            return sample.hidden_states
+
+        one = request(path, 1)
+        first, of_other = rows(one), rows(request(other, 2))
+        assert torch.equal(rows(one), first)  # it had left, and is read again
+        write_adapter(path, folder, 2)
+        assert torch.equal(rows(one), first)
+        rows(request(other, 2))
+        with pytest.raises(ValueError, match=r"adapter 'one' .* have changed since they were read"):
+            rows(one)
+        assert torch.equal(rows(request(path, 3)), of_other)
+        llm.collective_rpc("retire_lora", args=(1,))
+        with pytest.raises(ValueError, match=r"adapter 'one' .* have changed since they were read"):
+            rows(one)
+        llm.collective_rpc("remove_lora", args=(1,))
+        assert torch.equal(rows(one), of_other)
+        rows(request(other, 2))
+        write_adapter(path, folder, 1)
+        llm.collective_rpc("add_lora", args=(one,))
+        assert torch.equal(rows(one), first)
+
+
 def test_prefixes_are_kept_apart(checkpoint: Checkpoint, tmp_path: Path) -> None:
     """By what the files hold, not by names; the same content is shared."""
     folder, prompt = checkpoint("llama"), random_prompts(9, [64])[0]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -181,3 +183,31 @@ def test_what_is_off(
             pass
     with pytest.raises(ValueError, match="lora_modules="):
         ServerSettings(lora_modules=["a"])
+
+
+def test_folders_that_change_while_a_request_waits(
+    server: LiveServer, reference: LLM, folder: Path, tmp_path: Path, tiny_llama: Path
+) -> None:
+    """It came before its adapter was unloaded, and had what the folder held at the end."""
+    path = tmp_path / "waits"
+    for is_changed in (False, True):
+        write_adapter(path, tiny_llama, 5)
+        right = expected(reference, IDS[0], request(path, 20))
+        assert ask(server, "POST", LOAD, lora_name="waits", lora_path=str(path))[0] == 200
+        engine = server.state.engine
+        run = partial(asyncio.run_coroutine_threadsafe, loop=server.loop)
+        run(engine.pause_generation("keep")).result()
+        with ThreadPoolExecutor(1) as pool:
+            body = {"model": "waits", "prompt": IDS[0], **GREEDY}
+            answer = pool.submit(ask, server, "POST", COMPLETIONS, **body)
+            while not server.state.server_load and not answer.done():
+                pass
+            assert ask(server, "POST", UNLOAD, lora_name="waits")[0] == 200
+            if is_changed:
+                write_adapter(path, tiny_llama, 6)
+            run(engine.resume_generation()).result()
+            status, text = answer.result()
+        if is_changed:
+            assert status == 400 and "have changed since they were read first" in text
+        else:
+            assert json.loads(text)["choices"][0]["token_ids"] == right

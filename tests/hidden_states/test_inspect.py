@@ -7,6 +7,7 @@ import html
 import re
 import shutil
 import subprocess
+from contextlib import suppress
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -199,6 +200,28 @@ def report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     assert main(["hidden-states", "inspect", str(one), *options]) == 0
     assert not list(tmp_path.glob("*-plots")), "plots only as asked for"
     return path
+
+
+@pytest.mark.parametrize(("options", "expected"), [([], "a" * 40), (["--tokenizer", "x"], None)])
+def test_tokens_are_those_of_the_datasets_revision(
+    options: list[str], expected: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their texts in the report were those of the branch ``main``."""
+    pytest.importorskip("matplotlib")
+    seen = []
+
+    def get_tokenizer(name: str, **options: object) -> object:
+        seen.append((name, options["revision"]))
+        raise KeyError(name)
+
+    monkeypatch.setattr("vllm.transformers_utils.tokenizer.get_tokenizer", get_tokenizer)
+    samples = planted()
+    settings = dataclasses.replace(make_settings(samples, dtype="float32"), revision="a" * 40)
+    write_missing(tmp_path / "one", samples, settings)
+    with suppress(SystemExit):  # a tokenizer that was named has to be there
+        path = str(tmp_path / "report.html")
+        main(["hidden-states", "inspect", str(tmp_path / "one"), "--html", path, *options])
+    assert seen == [("x" if options else "tiny", expected)]
 
 
 def test_report_is_one_escaped_file(report: Path) -> None:

@@ -40,7 +40,18 @@ ENTRIES: list[tuple[str, str, Any, str]] = [
     ("minicpm3", "dim_model_base", 0, "dim_model_base=0 has to be a whole number above 0"),
     ("gpt_oss", "swiglu_limit", math.nan, "swiglu_limit=nan is not a number"),
     ("bamba", "time_step_limit", [0.3, math.nan], "time_step_limit=nan is not a number"),
-]
+    ("jamba", "num_hidden_layers", 10**12, "num_hidden_layers=1000000000000 has to be at most"),
+    ("gemma4_vl", "num_hidden_layers", 10**7, "num_hidden_layers=10000000 has to be at most"),
+    ("qwen3_vl_moe", "sliding_window", "", "sliding_window='' has to be a number of tokens"),
+    ("gemma4", "rope_parameters", {"sliding_attention": "1"},
+     "rope_parameters: sliding_attention='1' has to be an object"),
+    ("gemma3_vl", "rope_parameters", {"full_attention": {"rope_theta": {}}},
+     r"rope_parameters\.full_attention: rope_theta={} has to be a number"),
+    ("apertus", "rope_parameters", {"rope_type": "llama3", "high_freq_factor": [1]},
+     r"rope_parameters: high_freq_factor=\[1\] has to be a number"),
+    ("llama", "rope_scaling", {"rope_type": "yarn", "factor": {"a": 4}},
+     "rope_scaling: factor={'a': 4} has to be a number"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("family", "name", "value", "message"), ENTRIES)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,61 @@ def test_a_folder_without_one(
     assert "Prompts have to be token ids" in caplog.text
     with pytest.raises(ValueError, match=f"no tokenizer could be loaded from '{tmp_path}'"):
         load(tmp_path, model="another")
+
+
+def test_a_revision_of_the_model_has_its_tokenizer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ids of a text were those of the branch ``main``, whatever the model's revision was."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("transformers.utils.hub.constants.HF_HUB_CACHE", str(tmp_path))
+    saved, word = byte_level_tokenizer(), "zqzq"
+    assert (apart := len(saved.encode(word))) > 1
+    cache = tmp_path / "models--me--tiny"
+    (cache / "refs").mkdir(parents=True)
+    for commit, branch in (("a" * 40, "main"), ("b" * 40, "later")):
+        LlamaConfig(vocab_size=321).save_pretrained(folder := cache / "snapshots" / commit)
+        saved.save_pretrained(folder)
+        (cache / "refs" / branch).write_text(commit)
+        saved.add_tokens([word])
+    hub_id = {"model": "me/tiny", "tokenizer": "me/tiny"}
+
+    def num_tokens(**options: Any) -> int:
+        tokenizer, reason = load(tmp_path, **hub_id | options)
+        assert reason == ""
+        return len(tokenizer.encode(word, add_special_tokens=False))
+
+    assert num_tokens() == num_tokens(revision="main") == num_tokens(revision="a" * 40) == apart
+    assert num_tokens(revision="later") == num_tokens(revision="b" * 40) == 1
+    assert num_tokens(tokenizer_revision="later") == 1
+    assert num_tokens(revision="later", tokenizer_revision="main") == apart
+    assert num_tokens(model="other", revision="later") == apart  # a revision of the other
+    with pytest.raises(ValueError, match="from 'me/tiny', revision='nowhere'"):
+        num_tokens(tokenizer_revision="nowhere")
+    # Tokenizers with code of their own may read settings that are known to no one else.
+    monkeypatch.setattr("vllm.transformers_utils.tokenizer._own_code", lambda _: {"own.py": ""})
+    shutil.copytree(cache / "snapshots" / ("a" * 40), other := cache / "snapshots" / ("c" * 40))
+    file = other / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"model_max_length": 77}))
+    first, same, third = (
+        stated_in_full(get_tokenizer("me/tiny", revision=one))
+        for one in ("main", "a" * 40, "c" * 40)
+    )
+    assert first == same != third
+
+
+def test_the_token_for_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A private tokenizer needs it as the model's other files do."""
+    seen: list[Any] = []
+
+    def from_pretrained(_: str, **options: Any) -> Any:
+        seen.append(options["token"])
+        return byte_level_tokenizer()
+
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", from_pretrained)
+    for token in ("hf_1", None):
+        load(tmp_path, hf_token=token)
+    assert seen == ["hf_1", None]
 
 
 def test_skipped_and_unknown_mode(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable
 from dataclasses import field
 from functools import cached_property
@@ -85,7 +86,7 @@ class ModelConfig:
     """
 
     model: str
-    """Checkpoint: a local folder, or an id on the Hugging Face hub."""
+    """Checkpoint: a local folder, or an id on the Hugging Face hub. A ~ becomes the home folder."""
     tokenizer: Annotated[str, Fillable] = UNSET
     """Folder or hub id of the tokenizer. Default: the model's."""
     tokenizer_mode: Literal["auto"] = "auto"
@@ -118,7 +119,7 @@ class ModelConfig:
     code_revision: str | None = None
     """Version of the model's code on the hub."""
     tokenizer_revision: str | None = None
-    """Version of the tokenizer on the hub."""
+    """Version of the tokenizer on the hub. Default: revision, if the tokenizer is the model's."""
     max_model_len: Annotated[int, Fillable] = UNSET
     """Most tokens of a request, prompt and output. Default: as many as the model was made for.
     -1: as many of those as fit in memory."""
@@ -172,8 +173,10 @@ class ModelConfig:
     """True once transformers' module turned out to run the model instead of our class of it."""
 
     def __post_init__(self) -> None:
-        if is_unset(self.tokenizer):
-            self.tokenizer = self.model
+        self.model = os.path.expanduser(self.model)
+        self.tokenizer = (
+            self.model if is_unset(self.tokenizer) else os.path.expanduser(self.tokenizer)
+        )
         with failures_named(self.hf_config):
             self._resolve()
 

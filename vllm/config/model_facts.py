@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from vllm.transformers_utils.config_entries import WHOLE_NUMBERS, check_number
+from vllm.transformers_utils.config_entries import WHOLE_NUMBERS, check_number, check_rotation
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -108,16 +108,7 @@ def check_sizes(text_config: PretrainedConfig) -> None:
     """Raise ValueError if a size or a count that the config states is not a valid one."""
     for names, which, least in WHOLE_NUMBERS:
         check_whole(text_config, names, which, least)
-    _check_numbers(config_value(text_config, ("rope_parameters",)) or {}, "rope_parameters")
-
-
-def _check_numbers(rope: Mapping[str, Any], path: str) -> None:
-    """Raise ValueError if a number of the rotation, of all layers or of a kind, is a text."""
-    for name, value in rope.items():
-        if isinstance(value, Mapping):
-            _check_numbers(value, f"{path}.{name}")
-        elif isinstance(value, str) and name not in ("rope_type", "type"):
-            raise ValueError(f"config.json: {path}: {name}={value!r} has to be a number")
+    check_rotation(config_value(text_config, ("rope_parameters",)) or {}, "rope_parameters")
 
 
 def check_whole(

@@ -31,6 +31,16 @@ _COUNT_NAMES = (
 )  # fmt: skip
 """Numbers of things that a model may lack."""
 _EVEN_NAMES = ("qk_rope_head_dim",)
+_LAYERS_NAMES = ("num_hidden_layers", "num_layers", "num_blocks", "n_layer", "n_layers")
+_MOST_LAYERS = 10_000
+"""Classes of transformers make a list with an entry for each layer before anything is compared."""
+_ROTATION_NAMES = ("rope_parameters", "rope_scaling")
+_ROTATION_KINDS = ("rope_type", "type")
+_ROTATION_NUMBERS = (
+    "rope_theta", "partial_rotary_factor", "factor", "original_max_position_embeddings",
+    "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor", "mscale",
+    "mscale_all_dim",
+)  # fmt: skip
 WHOLE_NUMBERS = ((_SIZE_NAMES, "above 0", 1), (_COUNT_NAMES, "at least 0", 0))
 """Names, the requirement for their values in words, and the least value."""
 
@@ -45,6 +55,12 @@ def check_entries(content: Mapping[str, Any]) -> None:
         for names, which, least in WHOLE_NUMBERS:
             if name in names:
                 check_number(name, value, which, least)
+        if name in _LAYERS_NAMES and isinstance(value, int) and value > _MOST_LAYERS:
+            raise ValueError(f"config.json: {name}={value!r} has to be at most {_MOST_LAYERS:,}")
+        if name in _ROTATION_NAMES and isinstance(value, Mapping):
+            check_rotation(value, name)
+        if name == "sliding_window" and isinstance(value, str):
+            raise ValueError(f"config.json: {name}={value!r} has to be a number of tokens")
         if name in _EVEN_NAMES and isinstance(value, int) and value % 2:
             raise ValueError(f"config.json: {name}={value!r} has to be even")
         if name == "text_config" and isinstance(value, Mapping):
@@ -71,6 +87,20 @@ def _check_numbers(name: str, value: object) -> None:
     if isinstance(value, list | tuple):
         for one in value:
             _check_numbers(name, one)
+
+
+def check_rotation(rope: Mapping[str, Any], path: str) -> None:
+    """Raise ValueError if a number of the rotation, of all layers or of a kind, is none."""
+    for name, value in rope.items():
+        is_number = value is None or isinstance(value, int | float)
+        if isinstance(value, Mapping) and name not in _ROTATION_NUMBERS:
+            check_rotation(value, f"{path}.{name}")
+        elif name.endswith("_attention") and value is not None:
+            raise ValueError(f"config.json: {path}: {name}={value!r} has to be an object")
+        elif not is_number and (
+            name in _ROTATION_NUMBERS or (isinstance(value, str) and name not in _ROTATION_KINDS)
+        ):
+            raise ValueError(f"config.json: {path}: {name}={value!r} has to be a number")
 
 
 def check_number(name: str, value: object, which: str, least: int) -> None:

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 _MODES = ("auto",)
+_revisions: WeakKeyDictionary[Any, str | None] = WeakKeyDictionary()
+"""Versions on the hub of which tokenizers are, as they were asked for."""
 _SETTINGS_FILES = ("tokenizer_config.json", "added_tokens.json", "special_tokens_map.json")
 
 
@@ -77,7 +79,10 @@ def get_tokenizer(
         from vllm.transformers_utils.config import load_hf_config
 
         config = load_hf_config(
-            tokenizer_name, revision=revision, trust_remote_code=trust_remote_code
+            tokenizer_name,
+            revision=revision,
+            trust_remote_code=trust_remote_code,
+            hf_token=kwargs.get("token"),
         )
         try:
             tokenizer = AutoTokenizer.from_pretrained(tokenizer_name, config=config, **kwargs)
@@ -88,21 +93,28 @@ def get_tokenizer(
     if len(tokenizer) <= len(tokenizer.all_special_ids):
         raise ValueError(f"{tokenizer_name!r} holds no tokenizer files")
     if tokenizer.chat_template is None:
-        tokenizer.chat_template = _processor_template(tokenizer_name, revision)
+        tokenizer.chat_template = _processor_template(tokenizer_name, revision, kwargs.get("token"))
+    _revisions[tokenizer] = revision
     return cast(TokenizerLike, tokenizer)
 
 
 _PROCESSOR_FILES = ("chat_template.json", "processor_config.json")
 
 
-def _processor_template(name: str, revision: str | None) -> str | dict[str, str] | None:
+def _processor_template(
+    name: str, revision: str | None, token: bool | str | None
+) -> str | dict[str, str] | None:
     """Return the processor's chat template, which older releases of transformers save as JSON."""
     from transformers.utils import cached_file
 
     for file_name in _PROCESSOR_FILES:
         try:
             path = cached_file(
-                name, file_name, revision=revision, _raise_exceptions_for_missing_entries=False
+                name,
+                file_name,
+                revision=revision,
+                token=token,
+                _raise_exceptions_for_missing_entries=False,
             )
             stated = json.loads(Path(path).read_text(encoding="utf-8")) if path else None
             template = stated.get("chat_template") if isinstance(stated, dict) else None
@@ -124,17 +136,23 @@ def load_tokenizer(model_config: ModelConfig) -> tuple[TokenizerLike | None, str
     """Return the model's tokenizer, or None and the reason why text prompts are not possible."""
     if model_config.skip_tokenizer_init:
         return None, "skip_tokenizer_init=True"
+    name, is_named = model_config.tokenizer, model_config.tokenizer_revision is not None
+    revision = model_config.tokenizer_revision
+    if name == model_config.model and not is_named:
+        revision = model_config.revision
     try:
-        check_files(Path(model_config.tokenizer))
+        check_files(Path(name))
         tokenizer = get_tokenizer(
-            model_config.tokenizer,
+            name,
             tokenizer_mode=model_config.tokenizer_mode,
             trust_remote_code=model_config.trust_remote_code,
-            revision=model_config.tokenizer_revision,
+            revision=revision,
+            token=model_config.hf_token,
         )
     except (OSError, ValueError, KeyError, ImportError) as error:
-        reason = f"no tokenizer could be loaded from {model_config.tokenizer!r}: {_brief(error)}"
-        if model_config.tokenizer != model_config.model:  # the user named it
+        place = repr(name) + (f", revision={revision!r}" if revision else "")
+        reason = f"no tokenizer could be loaded from {place}: {_brief(error)}"
+        if name != model_config.model or is_named:
             raise ValueError(reason) from error
         logger.warning("%s. Prompts have to be token ids, and outputs carry no text.", reason)
         return None, reason
@@ -295,10 +313,10 @@ def _digests_of_files(tokenizer: Any) -> dict[str, str]:
     from transformers.utils import cached_file
 
     found: dict[str, str] = {}
-    commit = tokenizer.init_kwargs.get("_commit_hash")
+    revision = _revisions.get(tokenizer)
     for name in sorted({*_SETTINGS_FILES, *tokenizer.vocab_files_names.values()}):
         with suppress(OSError, ValueError):
-            path = cached_file(tokenizer.name_or_path, name, _commit_hash=commit)
+            path = cached_file(tokenizer.name_or_path, name, revision=revision)
             found[name] = _digest_of(Path(path))
     return found
 

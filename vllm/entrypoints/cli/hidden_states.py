@@ -193,9 +193,11 @@ def _token_texts(tokenizer: str | None, dataset: HiddenStatesDataset) -> Callabl
     from vllm.transformers_utils.token_texts import TokenTexts
     from vllm.transformers_utils.tokenizer import get_tokenizer
 
-    name = tokenizer or (dataset.settings.model if dataset.settings is not None else "")
+    name, revision, is_own = tokenizer or "", None, tokenizer is None
+    if is_own and (settings := dataset.settings) is not None:
+        name, revision = settings.model, settings.revision or None
     try:
-        found = get_tokenizer(name, local_files_only=tokenizer is None)
+        found = get_tokenizer(name, revision=revision, local_files_only=is_own)
     except (OSError, ValueError, KeyError, ImportError) as error:
         if tokenizer is not None:
             raise ValueError(f"--tokenizer {tokenizer}: {error}") from error

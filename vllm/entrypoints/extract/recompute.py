@@ -368,6 +368,7 @@ def _load(model_config: ModelConfig, dtype: torch.dtype) -> Any:
         config=model_config.hf_config,
         revision=model_config.revision,
         trust_remote_code=model_config.trust_remote_code,
+        token=model_config.hf_token,
         dtype=dtype,
     )
     return model.eval().to("cuda" if torch.cuda.is_available() else "cpu")

@@ -81,7 +81,7 @@ class ServedAdapters:
             served = self.served.pop(name, None)
             if served is None:
                 raise ApiError(404, f"The lora adapter {brief(name)} cannot be found.")
-            await self._engine.remove_lora(served.request.lora_int_id)
+            await self._engine.retire_lora(served.request.lora_int_id)
 
     def find(self, name: str | None) -> LoRARequest | None:
         """Return the adapter of a name; None: it has none."""

@@ -53,7 +53,7 @@ logger = init_logger(__name__)
 DELIVERY_POLL_SECONDS = 0.0005
 """Pause between polls when other threads are writing all that is left."""
 MIN_RETAINED_SNAPSHOTS = 16
-_CALLS_WITHOUT_EFFECT = ("is_sleeping", "add_lora", "remove_lora")
+_CALLS_WITHOUT_EFFECT = ("is_sleeping", "add_lora", "remove_lora", "retire_lora")
 """Methods of workers that change nothing that requests have computed."""
 _OLD_TABLES = (
     "weights were replaced while the request was kept, and its adapter has tables of the "

@@ -276,6 +276,14 @@ class AsyncWorkerCalls(EngineFrontEnd, ABC):
         """Free an adapter; requests that chose it keep it. Returns whether it was in memory."""
         return all(await self.collective_rpc("remove_lora", args=(lora_id,)))
 
+    async def retire_lora(self, lora_id: int) -> bool:
+        """Do what :meth:`remove_lora` does, for a number that no other adapter gets.
+
+        Requests that come to the workers later, such as those that wait for the end of a pause,
+        read its files once more. They fail if these have changed.
+        """
+        return all(await self.collective_rpc("retire_lora", args=(lora_id,)))
+
 
 class PendingCalls:
     """Calls of the workers of another process that have no answer yet."""

@@ -171,12 +171,16 @@ class Worker:
 
     def add_lora(self, lora_request: LoRARequest) -> bool:
         """Load an adapter now. ValueError: it cannot be used."""
-        self.model_runner.adapters.load(lora_request)
+        self.model_runner.adapters.add(lora_request)
         return True
 
     def remove_lora(self, lora_int_id: int) -> bool:
         """Free an adapter; requests that chose it keep it. Returns whether it was in memory."""
         return self.model_runner.adapters.forget(lora_int_id)
+
+    def retire_lora(self, lora_int_id: int) -> bool:
+        """Free an adapter whose number no other one gets; see :class:`.AdapterStore`."""
+        return self.model_runner.adapters.retire(lora_int_id)
 
     def _check_weights_are_here(self) -> None:
         if WEIGHTS in self._asleep:

@@ -24,6 +24,7 @@ class AdapterStore:
     def __init__(self, model: nn.Module, config: LoRAConfig, device: torch.device) -> None:
         self._model, self._config, self._device = model, config, device
         self._loaded: dict[LoRARequest, Adapter] = {}
+        self._digests: dict[LoRARequest, str] = {}  # of what was read first, also if it has left
         self._waiting: dict[str, Adapter] = {}  # of requests that have not begun
         self._fitting: WeakSet[Adapter] = WeakSet()  # whose tables are those of the weights
         if config.enable_lora:
@@ -40,10 +41,17 @@ class AdapterStore:
         self._waiting[request_id] = adapter
         return adapter.digest
 
+    def add(self, lora_request: LoRARequest) -> None:
+        """Do what :meth:`load` does, whatever its files held when they were read before."""
+        if not self.has(lora_request):
+            self._digests.pop(lora_request, None)
+        self.load(lora_request)
+
     def load(self, lora_request: LoRARequest) -> None:
         """Load an adapter that is not in memory, on all ranks or on none; all of them call this.
 
-        ValueError: it cannot be used.
+        ValueError: it cannot be used, or its files are not those that were read first: requests of
+        one name would have different adapters.
         """
         adapter = self._loaded.pop(lora_request, None)
         if adapter is None:
@@ -66,6 +74,8 @@ class AdapterStore:
         problem = next((one for _, one in outcomes if one is not None), None)
         if problem is None and len({one for one, _ in outcomes}) > 1:
             problem = "its files changed while ranks read them"
+        if problem is None and self._digests.setdefault(lora_request, digest) != digest:
+            problem = "its files have changed since they were read first; load it as another one"
         if problem is None and isinstance(read, Adapter):
             self._fitting.add(read)
             return read
@@ -73,6 +83,12 @@ class AdapterStore:
 
     def forget(self, lora_int_id: int) -> bool:
         """Free an adapter; requests that chose it keep it. Returns whether it was in memory."""
+        for one in [one for one in self._digests if one.lora_int_id == lora_int_id]:
+            del self._digests[one]
+        return self.retire(lora_int_id)
+
+    def retire(self, lora_int_id: int) -> bool:
+        """Do what :meth:`forget` does; requests that still come need the same files."""
         found = [one for one in self._loaded if one.lora_int_id == lora_int_id]
         for one in found:
             del self._loaded[one]
