@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -99,6 +100,7 @@ class KVCacheManager:
         self.enable_caching = enable_caching
         self.snapshot_interval = snapshot_interval
         self.state_grain = state_grain  # states are kept at multiples of it
+        self._position_grain = math.gcd(state_grain, snapshot_interval)
         # The interval times a power of two, so that positions farther apart are multiples, too.
         self.overwriting_interval = snapshot_interval
         while self.overwriting_interval < self.coordinator.tokens_per_snapshot:
@@ -265,7 +267,10 @@ class KVCacheManager:
             return {}
         planned: dict[str, list[StateSnapshot]] = {}
         spare: list[tuple[Request, int, int]] = []
+        grain = self._position_grain
         for request, start, end in chunks:
+            if start // grain == end // grain:
+                continue  # the case of most decoded tokens
             wanted, others = self._snapshot_positions(request, start, end)
             own = [self._plan_snapshot(request, start, at, is_spare=False) for at in wanted]
             if found := [snapshot for snapshot in own if snapshot is not None]:
@@ -289,8 +294,6 @@ class KVCacheManager:
             return [], []
         end = min(end, request.num_tokens)  # the last token may not be known yet
         grain, interval = self.state_grain, self.snapshot_interval
-        if start // grain == end // grain and start // interval == end // interval:
-            return [], []  # the case of most decoded tokens
         extend_prefix_hashes(request, end)
         ends = (request.num_prompt_tokens - 1, self._branches.get(request.request_id, 0))
         wanted = [position // grain * grain for position in ends]

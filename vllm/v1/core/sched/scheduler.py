@@ -230,13 +230,13 @@ class Scheduler:
         for request_id, count in output.num_scheduled_tokens.items():
             request = self.requests[request_id]
             start = request.num_computed_tokens
-            chunks.append((request, start, start + count))
-            request.num_computed_tokens += count
-            is_last_known = request.num_computed_tokens >= request.num_tokens
-            if is_last_known and request.max_tokens != 0:
-                request.num_tokens_in_flight += 1
-            if is_last_known and self.rules.ends_with_what_is_planned(request):
-                output.ending_req_ids.add(request_id)
+            request.num_computed_tokens = end = start + count
+            chunks.append((request, start, end))
+            if end >= request.num_tokens:  # no known token is left
+                if request.max_tokens != 0:
+                    request.num_tokens_in_flight += 1
+                if self.rules.ends_with_what_is_planned(request):
+                    output.ending_req_ids.add(request_id)
             if request.is_long:
                 output.long_req_ids.add(request_id)
         self._num_planned_steps += 1
@@ -265,10 +265,10 @@ class Scheduler:
         return SchedulerOutput()
 
     def _schedule_running(self, step: StepPlan) -> None:
-        rules, manager, index = self.rules, self.kv_cache_manager, 0
+        rules, manager, running, index = self.rules, self.kv_cache_manager, self.running, 0
         has_limit = rules.longrope_limit is not None
-        while index < len(self.running) and step.token_budget > 0:
-            request = self.running[index]
+        while index < len(running) and step.token_budget > 0:
+            request = running[index]
             if has_limit and rules.has_outgrown(request):
                 self._preempt(request, step)
                 continue
@@ -283,10 +283,10 @@ class Scheduler:
                 before = manager.block_counts(request.request_id)
                 while not manager.allocate(request, computed + count):
                     victim = self._choose_victim()
-                    is_alone = len(self.running) == 1
+                    is_alone = len(running) == 1
                     if is_alone and computed > request.num_finished_tokens:
                         return  # its step under way has blocks to give back, such as kept states
-                    index -= self.running.index(victim) < index
+                    index -= running.index(victim) < index
                     self._preempt(victim, step)
                     if victim is request:
                         return

@@ -91,6 +91,6 @@ class StepPlan:
 
 def common_depth(requests: Iterable[Request]) -> int | None:
     """Return the number of layers that a step of these requests runs; None: all."""
-    depths = [request.num_layers_to_run for request in requests]
+    depths = {request.num_layers_to_run for request in requests}
     known = [depth for depth in depths if depth is not None]
     return max(known) if known and len(known) == len(depths) else None
