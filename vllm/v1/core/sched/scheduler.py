@@ -267,6 +267,7 @@ class Scheduler:
     def _schedule_running(self, step: StepPlan) -> None:
         rules, manager, running, index = self.rules, self.kv_cache_manager, self.running, 0
         has_limit = rules.longrope_limit is not None
+        manager.release_unneeded(running)
         while index < len(running) and step.token_budget > 0:
             request = running[index]
             if has_limit and rules.has_outgrown(request):
@@ -277,7 +278,6 @@ class Scheduler:
             index += 1
             if count == 0:
                 continue
-            manager.release_unneeded(request)
             new_blocks = None
             if not manager.has_blocks(request.request_id, computed + count):
                 before = manager.block_counts(request.request_id)
