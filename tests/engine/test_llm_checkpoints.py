@@ -180,9 +180,13 @@ DAMAGES: dict[str, tuple[Change, str]] = {
         lambda folder: edit_config(folder, hidden_size=78),
         r"has shape .* expected .* config\.json disagree",
     ),
+    "ten thousand layers": (
+        lambda folder: edit_config(folder, num_hidden_layers=10**4, layer_types=None),
+        r"num_hidden_layers=10000, but the checkpoint has only \d+ tensors",
+    ),
     "a million layers": (
         lambda folder: edit_config(folder, num_hidden_layers=10**6, layer_types=None),
-        r"num_hidden_layers=1000000, but the checkpoint has only \d+ tensors",
+        r"num_hidden_layers=1000000 has to be at most 10,000",
     ),
     "a vocabulary of 10^9": (
         lambda folder: edit_config(folder, vocab_size=10**9),

@@ -196,11 +196,10 @@ class KVCacheManager:
             self._plan.copies += [BlockCopy(*copy) for copy in copies]
         self.pool.release(shared)
 
-    def release_unneeded(self, requests: Collection[Request]) -> None:
-        """Release blocks that later tokens of these running requests do not read."""
+    def release_unneeded(self, request: Request) -> None:
+        """Release blocks that later tokens of a running request do not read."""
         for manager in self.coordinator.passing_managers:
-            for request in requests:
-                manager.release_unneeded(request.request_id, request.num_finished_tokens)
+            manager.release_unneeded(request.request_id, request.num_finished_tokens)
 
     def block_counts(self, request_id: str) -> tuple[int, ...]:
         """Length of each token table, to tell later which blocks were added."""

@@ -267,7 +267,7 @@ class Scheduler:
     def _schedule_running(self, step: StepPlan) -> None:
         rules, manager, running, index = self.rules, self.kv_cache_manager, self.running, 0
         has_limit = rules.longrope_limit is not None
-        manager.release_unneeded(running)
+        release, has_blocks = manager.release_unneeded, manager.has_blocks
         while index < len(running) and step.token_budget > 0:
             request = running[index]
             if has_limit and rules.has_outgrown(request):
@@ -278,8 +278,9 @@ class Scheduler:
             index += 1
             if count == 0:
                 continue
+            release(request)  # not of requests that wait: a load of theirs may have failed
             new_blocks = None
-            if not manager.has_blocks(request.request_id, computed + count):
+            if not has_blocks(request.request_id, computed + count):
                 before = manager.block_counts(request.request_id)
                 while not manager.allocate(request, computed + count):
                     victim = self._choose_victim()
