@@ -27,6 +27,17 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.text import safe_name
 
 
+def test_a_storage_folder_in_the_home_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No shell sees a path in JSON, or in ``--option=~/folder``."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for path in ("~/rows", Path("~/rows")):
+        assert HiddenStatesOptions(shared_storage_path=path).shared_storage_path == str(
+            tmp_path / "rows"
+        )
+
+
 def test_ordinary_ids_are_kept() -> None:
     for request_id in ("0-1a2b3c4d", "cmpl-0123456789abcdef-0-89abcdef", "A.b_c", "-"):
         assert safe_name(request_id) == request_id

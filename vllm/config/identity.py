@@ -133,7 +133,7 @@ def _weights(vllm_config: VllmConfig) -> dict[str, Any]:
     load_format = vllm_config.load_config.load_format
     if load_format == "dummy":
         return {"seed": model.seed}
-    folder = Path(model.model).expanduser()
+    folder = Path(model.model)
     if not folder.is_dir():
         return {"hub_id": model.model, "hub_commit": model.hub_commit or model.revision}
     files = find_weight_files(folder, load_format)

@@ -107,7 +107,7 @@ def _without_quantising(vllm_config: VllmConfig) -> VllmConfig:
 
 def _weights_on_this_machine(vllm_config: VllmConfig) -> list[Path] | None:
     """Return the weight files; None if there are none or they would have to be downloaded."""
-    is_folder = Path(vllm_config.model_config.model).expanduser().is_dir()
+    is_folder = Path(vllm_config.model_config.model).is_dir()
     try:
         return find_weights(vllm_config, fetches=False)
     except ValueError:

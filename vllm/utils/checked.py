@@ -63,7 +63,8 @@ SizeBytes = Annotated[int, BeforeValidator(_size_from_text)]
 
 
 def _path_as_text(value: object) -> object:
-    return os.fspath(value) if isinstance(value, os.PathLike) else value
+    path = os.fspath(value) if isinstance(value, os.PathLike) else value
+    return os.path.expanduser(path) if isinstance(path, str) else path
 
 
 def require(holds: Callable[[Any], object], advice: str) -> AfterValidator:
@@ -96,7 +97,7 @@ def at_most(largest: int) -> AfterValidator:
 
 
 FolderPath = Annotated[str, BeforeValidator(_path_as_text), require(bool, "name a folder")]
-"""The path of a folder, as text or as a path object."""
+"""The path of a folder, as text or as a path object. A ~ becomes the home folder."""
 ABOVE_0 = require(lambda value: value > 0, "use a number above 0")
 FINITE = require(math.isfinite, "use a finite number")
 

@@ -421,7 +421,7 @@ def _dry_run(resolved: Resolved, directory: Path) -> None:
 def _memory_lines(resolved: Resolved) -> list[tuple[str, str]]:
     """Return the memory of one engine, as far as it is known without starting the engine."""
     config = resolved.vllm_config
-    folder = Path(config.model_config.model).expanduser()
+    folder = Path(config.model_config.model)
     load_format = config.load_config.load_format
     is_read = folder.is_dir() and load_format != "dummy"
     files = find_weight_files(folder, load_format) if is_read else ()

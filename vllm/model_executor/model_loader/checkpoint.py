@@ -50,7 +50,7 @@ def checkpoint_folder(
 
     fetches: if False, only files that were fetched before are used.
     """
-    folder = Path(model_config.model).expanduser()
+    folder = Path(model_config.model)
     if folder.is_dir():
         return folder
     wanted = [load_config.load_format]
