@@ -22,7 +22,7 @@ logger = init_logger(__name__)
 
 _MODES = ("auto",)
 _revisions: WeakKeyDictionary[Any, str | None] = WeakKeyDictionary()
-"""Versions on the hub of which tokenizers are, as they were asked for."""
+"""The version on the hub that was asked for, by tokenizer."""
 _SETTINGS_FILES = ("tokenizer_config.json", "added_tokens.json", "special_tokens_map.json")
 
 

@@ -28,8 +28,8 @@ class RequestStatus(enum.IntEnum):
         return status >= FIRST_FINAL
 
 
-# What every step compares the status of each request with: a member is found by a slow look-up in
-# Python 3.11.
+# Every step compares the status of each request with these, and Python 3.11 is slow to find the
+# members of an enum.
 RUNNING = RequestStatus.RUNNING
 FIRST_FINAL = RequestStatus.FINISHED_STOPPED
 

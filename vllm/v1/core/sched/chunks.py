@@ -12,7 +12,7 @@ from vllm.v1.request import Request
 if TYPE_CHECKING:
     from vllm.config import SchedulerConfig
 
-_LENGTH = FinishReason.LENGTH  # a slow look-up in Python 3.11, for many requests of a step
+_LENGTH = FinishReason.LENGTH  # Python 3.11 is slow to find the members of an enum
 
 
 @dataclass(frozen=True)

@@ -278,7 +278,7 @@ class Scheduler:
             index += 1
             if count == 0:
                 continue
-            release(request)  # not of requests that wait: a load of theirs may have failed
+            release(request)  # others keep their blocks: a load of theirs may have failed
             new_blocks = None
             if not has_blocks(request.request_id, computed + count):
                 before = manager.block_counts(request.request_id)
