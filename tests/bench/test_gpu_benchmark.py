@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import gpu
 
-TINY = ["--tiny", "--device", "cpu", "--rounds", "1"]
+TINY = ["--tiny", "--device", "cpu", "--rounds", "3"]
 
 
 def test_every_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -110,7 +110,7 @@ def test_a_failure_says_how(environment: Environment) -> None:
 def decoding(folder: Path, *more: str) -> dict[str, str]:
     """The row that compares with vLLM."""
     document = folder / "rows.json"
-    arguments = ["--tiny", "--device", "cpu", "--rounds", "1", "--json", str(document)]
+    arguments = ["--tiny", "--device", "cpu", "--rounds", "3", "--json", str(document)]
     assert gpu.main([*arguments, "--only", "decode", *more]) == 0
     rows: list[dict[str, str]] = json.loads(document.read_text())["rows"]
     (row,) = (row for row in rows if "vLLM" in row["work"])
@@ -126,6 +126,13 @@ def test_a_row_of_the_benchmark(
     assert float(row["measured"]) > 0, row["note"]
     assert row["note"].startswith("vllm ") and str(ROOT / "vllm") in row["note"]
     assert row["note"] in capsys.readouterr().out
+
+
+def test_steps_take_time() -> None:
+    """One disturbed round does not count; where most are disturbed there is no figure."""
+    assert gpu.median_step_seconds([(9, 1), (1, 3), (7, 1)], 4) == 1.5
+    with pytest.raises(RuntimeError, match=r"^4 more steps took -2\.000 s: other work"):
+        gpu.median_step_seconds([(9, 1), (1, 3), (1, 3)], 4)
 
 
 def test_the_report_says_that_it_is_not_there(
