@@ -34,6 +34,11 @@ class FloatPanel {
 
   static int64_t at_once(int64_t, int64_t, int64_t) { return 1; }
 
+  // The cells of all panels, if the weight has them as products take them; else null.
+  static const Cell* ready_panels(const FloatWeight& weight) {
+    return kIsReady && weight.is_panels ? static_cast<const Cell*>(weight.data) : nullptr;
+  }
+
   FloatPanel(const FloatWeight& weight, int64_t number, int64_t, const ProductArgs& args)
       : n_(args.n),
         columns_(std::min(args.columns - number * kColumns, kColumns)),

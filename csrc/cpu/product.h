@@ -13,7 +13,7 @@
 #include <algorithm>
 
 #include "operation.h"
-#include "tiles.h"
+#include "tile_product.h"
 
 namespace vllm {
 
@@ -59,6 +59,9 @@ inline int64_t terms_of_a_block(int64_t n) {
   if (Math::kIsOfTiles) return round_up(std::max<int64_t>(n, 1), 2 * kMostSteps);
   return n <= 1024 ? 512 : 1024;
 }
+
+// Rows from which on tiles multiply tasks (tile_product.h). Fewer are faster without the copies.
+constexpr int64_t kManyRows = 64;
 
 // Rows that are converted to cells at a time, if x is not in cells.
 constexpr int64_t kConvertedRows = 1024;
@@ -259,6 +262,15 @@ class Product {
     // Reading a line of weights from memory takes the time of some 4 operations.
     const int64_t work = panels_ * cells_ * (kColumns / kWidth) * (4 + rows / 4);
     const int64_t threads = work < kSerialWork ? 1 : args_.threads;
+#if defined(__AMX_BF16__)
+    if constexpr (Math::kIsOfTiles) {
+      const Cell* panels = Panel::ready_panels(weight_);
+      const bool is_whole_tiles = cells_ > 0 && cells_ % kTileSide == 0;
+      if (panels != nullptr && is_whole_tiles && rows >= kManyRows) {
+        return multiply_by_tasks(panels, first, rows, x, threads);
+      }
+    }
+#endif
     const int64_t at_once = Panel::at_once(rows, panels_, threads);
     const int64_t items = (panels_ + at_once - 1) / at_once;
     SharedStatus status;
@@ -287,6 +299,45 @@ class Product {
       }
     });
   }
+
+#if defined(__AMX_BF16__)
+  // The same for many rows (tile_product.h); panels: those of the weight.
+  Status multiply_by_tasks(const Cell* panels, int64_t first, int64_t rows, const CellRows& x,
+                           int64_t threads) const {
+    const int64_t groups = (rows + kPairRows - 1) / kPairRows;
+    const int64_t blocks = (groups + kTaskGroups - 1) / kTaskGroups;
+    int64_t at_once = kTaskPanels;
+    while (at_once > 1 && blocks * ((panels_ + at_once - 1) / at_once) < 2 * threads) {
+      at_once /= 2;
+    }
+    const int64_t parts = (panels_ + at_once - 1) / at_once;
+    const auto* bias = static_cast<const T*>(args_.bias);
+    SharedStatus status;
+    parallel_runs(threads, blocks * parts, [&](int64_t i) {
+      static thread_local Scratch scratch;
+      auto* buffers = static_cast<TileTaskBuffers*>(scratch.reserve(sizeof(TileTaskBuffers)));
+      if (buffers == nullptr) return status.fail(kOutOfMemory);
+      const int64_t block = i / parts, part = i % parts, next = (part + 1) % parts;
+      const int64_t begin = groups * block / blocks * kPairRows;
+      const int64_t end = std::min(groups * (block + 1) / blocks * kPairRows, rows);
+      const int64_t panel = panels_ * part / parts, panels_end = panels_ * (part + 1) / parts;
+      const int64_t column = panel * kColumns, size = cells_ * kColumns;
+      const TileTask task{x.data + begin * x.stride,
+                          x.stride,
+                          end - begin,
+                          cells_,
+                          panels + panel * size,
+                          panels_end - panel,
+                          panels + panels_ * next / parts * size,
+                          bias == nullptr ? nullptr : bias + column,
+                          static_cast<T*>(args_.out) + (first + begin) * args_.out_stride + column,
+                          args_.out_stride,
+                          std::min(args_.columns - column, (panels_end - panel) * kColumns)};
+      TileTaskRun(task, *buffers).run();
+    });
+    return Status(status.value);
+  }
+#endif
 
   static void finish_row(const float* sums, const T* bias, T* out, int64_t columns) {
     for (int64_t j = 0; j < columns; j += kWidth) {

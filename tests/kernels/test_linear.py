@@ -14,9 +14,9 @@ from vllm.ops import linear as linear_module
 from vllm.ops.linear import make_panels, panels_shape, weight_of_panels
 
 SHAPES = [(1, 1), (1, 64), (3, 7), (16, 34), (33, 71), (100, 70), (64, 512), (77, 514),
-          (130, 1024), (40, 1090), (65, 2081)]  # fmt: skip
+          (130, 1024), (40, 1090), (65, 2081), (1090, 416)]  # fmt: skip
 """Shapes of weights. Some are odd or not multiples of the blocks; their terms make one to three
-sums of 512 or 1,024."""
+sums of 512 or 1,024. Tiles multiply the last in several tasks (csrc/cpu/tile_product.h)."""
 
 ROWS = (1, 2, 3, 6, 7, 13, 16, 17, 31, 64, 65, 129, 300)
 """Around the numbers of rows that are multiplied together."""
