@@ -305,12 +305,14 @@ class Product {
   Status multiply_by_tasks(const Cell* panels, int64_t first, int64_t rows, const CellRows& x,
                            int64_t threads) const {
     const int64_t groups = (rows + kPairRows - 1) / kPairRows;
-    const int64_t blocks = (groups + kTaskGroups - 1) / kTaskGroups;
-    int64_t at_once = kTaskPanels;
-    while (at_once > 1 && blocks * ((panels_ + at_once - 1) / at_once) < 2 * threads) {
-      at_once /= 2;
+    int64_t blocks = (groups + kTaskGroups - 1) / kTaskGroups, parts = 0;
+    // Two tasks for each of several threads, if need be of fewer panels, then of fewer rows.
+    const int64_t wanted = threads > 1 ? 2 * threads : 1;
+    for (int64_t at_once = kTaskPanels; at_once > 0; at_once /= 2) {
+      parts = (panels_ + at_once - 1) / at_once;
+      if (blocks * parts >= wanted) break;
     }
-    const int64_t parts = (panels_ + at_once - 1) / at_once;
+    blocks = std::min(groups, std::max(blocks, (wanted + parts - 1) / parts));
     const auto* bias = static_cast<const T*>(args_.bias);
     SharedStatus status;
     parallel_runs(threads, blocks * parts, [&](int64_t i) {
