@@ -251,8 +251,6 @@ class PackedPanel {
     return can_be && !(kWidth == 16 && is_zen5_or_later()) ? kMostPanels : 1;
   }
 
-  static const Cell* ready_panels(const PackedWeight&) { return nullptr; }
-
   // `panels` panels from panel `number` on.
   PackedPanel(const PackedWeight& weight, int64_t number, int64_t panels, const ProductArgs& args)
       : weight_(weight),

@@ -60,7 +60,8 @@ inline int64_t terms_of_a_block(int64_t n) {
   return n <= 1024 ? 512 : 1024;
 }
 
-// Rows from which on tiles multiply tasks (tile_product.h). Fewer are faster without the copies.
+// Rows from which on tiles multiply tasks (tile_product.h) if the panels are ready: the class of a
+// panel then has ready_panels(weight). Fewer rows are faster without the copies (measured).
 constexpr int64_t kManyRows = 64;
 
 // Rows that are converted to cells at a time, if x is not in cells.
@@ -263,7 +264,7 @@ class Product {
     const int64_t work = panels_ * cells_ * (kColumns / kWidth) * (4 + rows / 4);
     const int64_t threads = work < kSerialWork ? 1 : args_.threads;
 #if defined(__AMX_BF16__)
-    if constexpr (Math::kIsOfTiles) {
+    if constexpr (Math::kIsOfTiles && requires { Panel::ready_panels(weight_); }) {
       const Cell* panels = Panel::ready_panels(weight_);
       const bool is_whole_tiles = cells_ > 0 && cells_ % kTileSide == 0;
       if (panels != nullptr && is_whole_tiles && rows >= kManyRows) {

@@ -207,8 +207,9 @@ def test_scheduler_alone_keeps_a_floor(num_recurrent_layers: int) -> None:
     # Far below what any machine gives: it fails when a step grows with the queue. A machine that
     # others use too may delay a step of some runs.
     speeds = [scheduler_alone.run_queue(2000, num_recurrent_layers) for _ in range(3)]
-    assert max(speed.requests_per_second for speed in speeds) > 300
-    assert min(speed.first_step_seconds / speed.last_step_seconds for speed in speeds) < 20
+    assert min(speed.requests_per_second for speed in speeds) > 300
+    first = min(speed.first_step_seconds for speed in speeds)
+    assert first < 20 * min(speed.last_step_seconds for speed in speeds)
 
 
 def test_targets_exit_status_follows_the_rows(
