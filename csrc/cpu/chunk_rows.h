@@ -20,6 +20,11 @@ class ChunkRows {
   static constexpr int kChunk = kChunkOf<T>;
   static constexpr int kPadded = (kChunk + kWidth - 1) / kWidth * kWidth;
   using StateRows = PoolRows<kInHalves<T>>;
+  // Of a state that a task keeps. It is in a near cache.
+  struct OwnRows : PoolRows<Math::kPerCell == 2> {
+    static constexpr bool kIsNear = true;
+  };
+  using Tiles = ChunkTiles<Math>;
 
   // Cells of a row, padded with zeros to a whole vector.
   static int64_t stride(const ChunkArgs& args) {
@@ -29,10 +34,15 @@ class ChunkRows {
     return kPadded * (3 + Math::kPerCell) * stride(args);
   }
 
-  ChunkRows(const ChunkArgs& args, Cell* memory)
+  // Rows of such a state: pairs if they are in halves, as many as the keys have for tiles.
+  static int64_t own_rows(const ChunkArgs& args) {
+    return Math::kIsOfTiles ? 2 * stride(args) : round_up(args.dk, Math::kPerCell);
+  }
+
+  ChunkRows(const ChunkArgs& args, Cell* memory, Tiles& tiles)
       : args_(args), stride_(stride(args)), keys_(memory), queries_(keys_ + kPadded * stride_),
         asked_(kAsked == 2 ? keys_ : queries_), columns_(queries_ + kPadded * stride_),
-        pairs_(columns_ + kPadded * stride_) {}
+        pairs_(columns_ + kPadded * stride_), tiles_(tiles) {}
 
   int64_t stride() const { return stride_; }
   const Cell* keys() const { return keys_; }
@@ -124,32 +134,21 @@ class ChunkRows {
     }
   }
 
-  // state [dk, kColumns] = kept * state (kStart: kScaled) or 0 (kZeros) + keys^T updates, with the
-  // updates in cells. If cells are pairs, `packed` gets the new state in cells.
-  template <Start kStart>
-  void add_outer_products(const Cell* updates, float kept, float* state, Cell* packed) const {
+  // state [dk, kColumns] = kept * state + keys^T updates, with the updates in cells. State:
+  // StateRows or OwnRows.
+  template <class State>
+  void add_outer_products(const Cell* updates, float kept, const State& state) const {
     if constexpr (Math::kIsOfTiles) {
-      return tiles_.template add_outer_products<kStart>(pairs_, updates, args_.dk, kept, state,
-                                                        packed);
+      return tiles_.add_outer_products(pairs_, updates, kept, state);
     }
     static_assert(kTileRows % 2 == 0, "pairs of rows stay together");
     int64_t i = 0;
-    for (; i + kTileRows <= args_.dk; i += kTileRows) {
-      add_to_rows<kStart, kTileRows>(i, updates, kept, state, packed);
+    for (; i + kTileRows <= state.dk; i += kTileRows) {
+      add_to_rows<kTileRows>(i, updates, kept, state);
     }
-    for (; i + 2 <= args_.dk; i += 2) add_to_rows<kStart, 2>(i, updates, kept, state, packed);
-    if (i < args_.dk) add_to_rows<kStart, 1>(i, updates, kept, state, packed);
-  }
-
-  // The same, with kStart: kScaled, for kColumns columns of a state, in place in the pool.
-  void add_in_place(const Cell* updates, float kept, const StateRows& state) const {
-    if constexpr (Math::kIsOfTiles) return tiles_.add_in_place(pairs_, updates, kept, state);
-    int64_t i = 0;
-    for (; i + kTileRows <= args_.dk; i += kTileRows) {
-      add_in_place<kTileRows>(i, updates, kept, state);
-    }
-    for (; i + 2 <= args_.dk; i += 2) add_in_place<2>(i, updates, kept, state);
-    if (i < args_.dk) add_in_place<1>(i, updates, kept, state);
+    const PoolRows<State::kIsInHalves>& last = state;  // one body for both kinds
+    for (; i + 2 <= state.dk; i += 2) add_to_rows<2>(i, updates, kept, last);
+    if (i < state.dk) add_to_rows<1>(i, updates, kept, last);
   }
 
  private:
@@ -220,35 +219,14 @@ class ChunkRows {
         kColumns, chunk.end - chunk.first, kColumns, nullptr);
   }
 
-  template <Start kStart, int R>
+  template <int R, class State>
   __attribute__((noinline)) void add_to_rows(int64_t i, const Cell* updates, float kept,
-                                             float* state, Cell* packed) const {
-    float scale[R];
-    for (int r = 0; r < R; ++r) scale[r] = kept;
-    Floats sums[R][kVectors];
-    start_sums<kStart>(sums, state + i * kColumns, kColumns, scale);
-    add_outer_products_to(i, updates, sums);
-    store_sums(sums, state + i * kColumns, kColumns);
-    if (Math::kPerCell == 1) return;
-#pragma GCC unroll 8
-    for (int r = 0; r < R; r += 2) {
-      Cell* cells = packed + (i + r) / 2 * kColumns;
-#pragma GCC unroll 4
-      for (int v = 0; v < kVectors; ++v) {
-        const Floats lower = r + 1 < R ? sums[r + 1 < R ? r + 1 : r][v] : Floats{};
-        store_cells(cells + v * kWidth, rounded_halves(sums[r][v], lower));
-      }
-    }
-  }
-
-  template <int R>
-  __attribute__((noinline)) void add_in_place(int64_t i, const Cell* updates, float kept,
-                                              const StateRows& state) const {
+                                             const State& state) const {
     constexpr int64_t kAhead = 4 * kTileRows;  // rows from a prefetch to its use
-    constexpr int kPaired = kInHalves<T> ? R / 2 * 2 : 0;  // rows stored as halves
+    constexpr int kPaired = State::kIsInHalves ? R / 2 * 2 : 0;
     const Floats scale = splat(kept);
     const auto ask = [&](const float* row, int v) VLLM_LAMBDA {
-      if (v % (16 / kWidth) == 0) __builtin_prefetch(row + v * kWidth);
+      if (!State::kIsNear && v % (16 / kWidth) == 0) __builtin_prefetch(row + v * kWidth);
     };
     Floats sums[R][kVectors];
 #pragma GCC unroll 4
@@ -295,7 +273,7 @@ class ChunkRows {
   const int64_t stride_;
   Cell *keys_, *queries_, *asked_, *columns_, *pairs_;
   float products_[kAsked][kChunk][kPadded];
-  [[no_unique_address]] mutable ChunkTiles<Math> tiles_;
+  Tiles& tiles_;
 };
 
 }  // namespace vllm

@@ -7,7 +7,9 @@
 // queries unchanged, the state and its updates rounded); everything else is float32.
 #pragma once
 
+#include <algorithm>
 #include <concepts>
+#include <optional>
 
 #include "chunk_rows.h"
 
@@ -22,10 +24,11 @@ struct Columns {
 template <class R>
 concept ChunkRule = requires(R rule, const R& entered, const typename R::Args& args,
                              const Request& request, const Chunk& chunk, const Columns& columns,
-                             const float* answers, Cell* scratch, int64_t n, bool passes) {
+                             const float* answers, Cell* scratch, typename R::Rows::Tiles& tiles,
+                             int64_t n, bool passes) {
   { R::kAsked } -> std::convertible_to<int>;  // as for ChunkRows
   { R::cells(args) } -> std::convertible_to<int64_t>;  // cells of scratch memory
-  R(args, request, n, scratch);  // n: the k-head
+  R(args, request, n, scratch, tiles);  // n: the k-head
   rule.read(chunk);  // reads the k-head's inputs of a chunk
   entered.rows();  // these inputs, as ChunkRows
   rule.enter_head(chunk, n);  // reads a v-head's inputs of the chunk
@@ -52,64 +55,56 @@ class ChunkTask {
   static constexpr bool kPacks = Math::kPerCell > 1;
 
   static int64_t cells(const typename Rule::Args& args, int64_t blocks) {
-    const int64_t padded = round_up(args.dk, kWidth);
     return Rule::cells(args) +
-           (blocks * (padded + packed_rows(args) + kAsked) + (kAsked + 1) * kChunk) * kColumns;
+           (blocks * (Rows::own_rows(args) + kAsked) + (kAsked + 1) * kChunk) * kColumns;
   }
 
   // Column blocks [first_block, end_block) of the k-head's v-heads.
   ChunkTask(const typename Rule::Args& args, const Request& request, int64_t k_head,
-            int64_t first_block, int64_t end_block, Cell* memory)
+            int64_t first_block, int64_t end_block, Cell* memory, typename Rows::Tiles& tiles)
       : args_(args), request_(request), targets_(args.plan, request), k_head_(k_head),
-        first_block_(first_block), end_block_(end_block), padded_(round_up(args.dk, kWidth)),
-        packed_rows_(packed_rows(args)), rule_(args, request, k_head, memory) {
+        first_block_(first_block), end_block_(end_block), own_rows_(Rows::own_rows(args)),
+        rule_(args, request, k_head, memory, tiles) {
     answers_ = reinterpret_cast<float*>(memory + Rule::cells(args));
     passing_ = answers_ + kAsked * kChunk * kColumns;
     weighted_ = reinterpret_cast<Cell*>(passing_ + kAsked * (end_block - first_block) * kColumns);
     states_ = reinterpret_cast<float*>(weighted_ + kChunk * kColumns);
-    packed_states_ =
-        reinterpret_cast<Cell*>(states_ + (end_block - first_block) * padded_ * kColumns);
     if constexpr (Math::kIsOfTiles) fill_tiles();
   }
 
-  void run() {
-    const int64_t chunks = request_.chunks(kChunk);
-    int64_t target = 0;  // first one that is not reached yet
-    for (int64_t k = 0; k < chunks; ++k) {
-      const Chunk chunk = request_.chunk(k, kChunk);
-      int64_t next = target;
-      while (next < targets_.count() && position(next, chunk) <= chunk.end) ++next;
-      rule_.read(chunk);
-      passes_ = k == 0 && passes(target, next, chunk);
-      for (int64_t b = first_block_; b < end_block_; ++b) {
-        enter_block(b, chunk);
-        if (k == 0) load_block(b, chunk);
-        compute(b, chunk);
-        save_pending(chunk, target, next);
-        if (chunk.end < kChunk || !is_read(target, next, chunk, k + 1 < chunks)) continue;
-        if (passes_) {
-          advance_in_place(chunk);
-          continue;
-        }
-        advance(chunk);
-        for (int64_t i = target; i < next; ++i) {
-          if (position(i, chunk) == kChunk) save_state(targets_[i].block);
-        }
+  // Takes chunk k, the first one that was not taken yet.
+  void take(int64_t k) {
+    const Chunk chunk = request_.chunk(k, kChunk);
+    const bool goes_on = k + 1 < request_.chunks(kChunk);
+    int64_t next = target_;
+    while (next < targets_.count() && position(next, chunk) <= chunk.end) ++next;
+    rule_.read(chunk);
+    passes_ = k == 0 && passes(target_, next, chunk);
+    for (int64_t b = first_block_; b < end_block_; ++b) {
+      enter_block(b, chunk);
+      if (k == 0) load_block(b, chunk);
+      compute(b, chunk);
+      save_pending(chunk, target_, next);
+      if (chunk.end < kChunk || !is_read(target_, next, chunk, goes_on)) continue;
+      if (passes_) {
+        add_updates(chunk, pool_rows(request_.block));
+        continue;
       }
-      target = next;
+      add_updates(chunk, own_state());
+      for (int64_t i = target_; i < next; ++i) {
+        if (position(i, chunk) == kChunk) save_state(targets_[i].block);
+      }
     }
+    target_ = next;
   }
 
  private:
-  // Rows of a state in cells.
-  static int64_t packed_rows(const ChunkArgs& args) { return kPacks ? Rows::stride(args) : 0; }
-
   // Fills the ends of incomplete tiles with zeros.
   void fill_tiles() const {
-    const int64_t cells = (args_.dk + 1) / 2;
-    for (int64_t b = 0; b < end_block_ - first_block_; ++b) {
-      std::memset(packed_states_ + (b * packed_rows_ + cells) * kColumns, 0,
-                  size_t((packed_rows_ - cells) * kColumns) * sizeof(Cell));
+    const int64_t pairs = own_rows_ / 2, cells = (args_.dk + 1) / 2;
+    for (int64_t i = 0; i < 2 * (end_block_ - first_block_); ++i) {
+      std::memset(states_ + (i * pairs + cells) * kColumns, 0,
+                  size_t((pairs - cells) * kColumns) * sizeof(float));
     }
     std::memset(weighted_ + kChunk / 2 * kColumns, 0, kChunk / 2 * kColumns * sizeof(Cell));
   }
@@ -139,9 +134,7 @@ class ChunkTask {
     const int64_t per_head = (args_.dv + kColumns - 1) / kColumns;
     const int64_t column = b % per_head * kColumns, left = args_.dv - column;
     const int64_t head = k_head_ * args_.group() + b / per_head;
-    state_ = states_ + (b - first_block_) * padded_ * kColumns;
-    packed_ = kPacks ? packed_states_ + (b - first_block_) * packed_rows_ * kColumns
-                     : reinterpret_cast<Cell*>(state_);
+    state_ = states_ + (b - first_block_) * own_rows_ * kColumns;
     const bool is_new = b == first_block_ || head != at_.head;
     at_ = {head, column, left < kColumns ? left : kColumns};
     if (is_new) rule_.enter_head(chunk, head);
@@ -149,9 +142,12 @@ class ChunkTask {
 
   void load_block(int64_t b, const Chunk& chunk) {
     const bool starts_head = b == first_block_ || at_.column == 0;
+    if (chunk.number == 0) std::memset(state_, 0, size_t(own_rows_ * kColumns) * sizeof(float));
     if (starts_head && chunk.number > 0) passes_ ? ask_state(b, chunk) : load_state(b);
     if (!passes_) rule_.load_pending(chunk, at_);
   }
+
+  typename Rows::OwnRows own_state() const { return {{state_, kColumns, own_rows_}}; }
 
   // The place of this head's state in a block of the pool, from the current columns on.
   typename Rows::StateRows pool_rows(int64_t block) const {
@@ -169,25 +165,31 @@ class ChunkTask {
       if (j % 16 == 0) __builtin_prefetch(row + kAhead * rows.stride + j);
       return load_up_to(row + j, n - j);
     };
+    const auto own = [&](int64_t j) VLLM_LAMBDA {  // from column j on
+      float* block = state_ + j / kColumns * own_rows_ * kColumns;
+      return typename Rows::OwnRows{{block + j % kColumns, kColumns, own_rows_}};
+    };
     for (int64_t s = 0; s < rows.pairs(); ++s) {
       for (int64_t j = 0; j < mine * kColumns; j += kWidth) {
-        const int64_t first = j / kColumns * padded_;  // row of the column's block
-        const int64_t packed = j / kColumns * packed_rows_ + s;
-        float* out = state_ + (first + 2 * s) * kColumns + j % kColumns;
         const Floats rounded = load_row(rows.rounded(s), j), low = load_row(rows.low(s), j);
-        store(out, join_upper(rounded, low));
-        store(out + kColumns, join_lower(rounded, low));
-        if (kPacks) store_cells(packed_ + packed * kColumns + j % kColumns, rounded);
+        if constexpr (kPacks) {
+          store(own(j).rounded(s), rounded);
+          store(own(j).low(s), low);
+        } else {
+          store(own(j).plain(2 * s), join_upper(rounded, low));
+          store(own(j).plain(2 * s + 1), join_lower(rounded, low));
+        }
       }
     }
     for (int64_t i = 2 * rows.pairs(); i < args_.dk; ++i) {
       for (int64_t j = 0; j < mine * kColumns; j += kWidth) {
-        const int64_t first = j / kColumns * padded_;
         const Floats row = load_row(rows.plain(i), j);
-        store(state_ + (first + i) * kColumns + j % kColumns, row);
-        if (!kPacks) continue;
-        store_cells(packed_ + (j / kColumns * packed_rows_ + i / 2) * kColumns + j % kColumns,
-                    rounded_halves(row, Floats{}));
+        if constexpr (kPacks) {
+          store(own(j).rounded(i / 2), rounded_halves(row, Floats{}));
+          store(own(j).low(i / 2), low_halves(row, Floats{}));
+        } else {
+          store(own(j).plain(i), row);
+        }
       }
     }
   }
@@ -211,24 +213,36 @@ class ChunkTask {
   }
 
   // Snapshots bypass the caches: they are read when a later request finds them, if ever.
-  void save_state(int64_t block) const {
+  __attribute__((noinline)) void save_state(int64_t block) const {
     const auto rows = pool_rows(block);
     const bool own = block == request_.block;
     const auto save_row = [&](float* row, int64_t j, Floats v) VLLM_LAMBDA {
       if (at_.n - j < kWidth) return store_first(row + j, v, at_.n - j);
       own ? store(row + j, v) : stream(row + j, v);
     };
+    const auto state = own_state();
     for (int64_t s = 0; s < rows.pairs(); ++s) {
-      const float* row = state_ + 2 * s * kColumns;
       for (int64_t j = 0; j < at_.n; j += kWidth) {
-        const Floats upper = load(row + j), lower = load(row + kColumns + j);
-        save_row(rows.rounded(s), j, rounded_halves(upper, lower));
-        save_row(rows.low(s), j, low_halves(upper, lower));
+        if constexpr (kPacks) {
+          save_row(rows.rounded(s), j, load(state.rounded(s) + j));
+          save_row(rows.low(s), j, load(state.low(s) + j));
+        } else {
+          const Floats upper = load(state.plain(2 * s) + j);
+          const Floats lower = load(state.plain(2 * s + 1) + j);
+          save_row(rows.rounded(s), j, rounded_halves(upper, lower));
+          save_row(rows.low(s), j, low_halves(upper, lower));
+        }
       }
     }
     for (int64_t i = 2 * rows.pairs(); i < args_.dk; ++i) {
       for (int64_t j = 0; j < at_.n; j += kWidth) {
-        save_row(rows.plain(i), j, load(state_ + i * kColumns + j));
+        Floats row;
+        if constexpr (kPacks) {
+          row = join_upper(load(state.rounded(i / 2) + j), load(state.low(i / 2) + j));
+        } else {
+          row = load(state.plain(i) + j);
+        }
+        save_row(rows.plain(i), j, row);
       }
     }
     if (!own) stream_fence();
@@ -253,7 +267,7 @@ class ChunkTask {
                     kColumns * sizeof(float));
       }
     } else if (chunk.number > 0) {
-      rule_.rows().recall(chunk, packed_, answers_);
+      rule_.rows().recall(chunk, reinterpret_cast<const Cell*>(state_), answers_);
     } else {
       std::memset(answers_, 0, kAsked * kChunk * kColumns * sizeof(float));
     }
@@ -273,60 +287,78 @@ class ChunkTask {
     }
   }
 
-  // A request's first chunk has no S yet.
-  void advance(const Chunk& chunk) {
+  template <class State>
+  void add_updates(const Chunk& chunk, const State& state) const {
     weigh_updates(chunk);
-    if (chunk.number > 0) {
-      rule_.rows().template add_outer_products<Start::kScaled>(weighted_, rule_.total(), state_,
-                                                               packed_);
-    } else {
-      rule_.rows().template add_outer_products<Start::kZeros>(weighted_, 0.0f, state_, packed_);
-    }
-  }
-
-  // The same in place in the pool, for a token that passes; there is a state then.
-  void advance_in_place(const Chunk& chunk) const {
-    weigh_updates(chunk);
-    rule_.rows().add_in_place(weighted_, rule_.total(), pool_rows(request_.block));
+    rule_.rows().add_outer_products(weighted_, rule_.total(), state);
   }
 
   const typename Rule::Args& args_;
   const Request& request_;
   const Targets targets_;
-  const int64_t k_head_, first_block_, end_block_, padded_, packed_rows_;
+  const int64_t k_head_, first_block_, end_block_, own_rows_;
   Rule rule_;
   Columns at_{-1, 0, 0};
   bool passes_ = false;  // for the current chunk
+  int64_t target_ = 0;  // the first one that is not reached yet
   float *state_ = nullptr, *states_, *answers_, *passing_;
-  Cell *weighted_, *packed_ = nullptr, *packed_states_;
+  Cell* weighted_;
 };
 
 // Most column blocks of a task, so that its states stay in the second cache from chunk to chunk.
 constexpr int64_t kMostBlocks = 8;
 
+// Most k-heads of a task. Their chunks are taken in turn, because their inputs lie side by side,
+// and those of other tokens in other pages.
+constexpr int64_t kMostHeads = 4;
+
+// How the work of a request is divided.
+struct ChunkTasks {
+  int64_t blocks, parts = 1, heads = 1, groups;
+
+  // Parts of a k-head's columns form its inner products again.
+  ChunkTasks(const ChunkArgs& args, int64_t threads)
+      : blocks(args.group() * ((args.dv + kColumns - 1) / kColumns)) {
+    const int64_t requests = std::max<int64_t>(args.plan.requests, 1);
+    const int64_t least = (2 * threads + requests - 1) / requests;  // tasks of a request
+    parts = (blocks + kMostBlocks - 1) / kMostBlocks;
+    while (parts < blocks && args.num_k_heads * parts < least) ++parts;
+    if (parts == 1) heads = std::clamp<int64_t>(kMostBlocks / blocks, 1, kMostHeads);
+    while (heads > 1 && args.num_k_heads / heads < least) --heads;
+    groups = (args.num_k_heads + heads - 1) / heads;
+  }
+};
+
 // Runs all requests of a step, then save(request) for the data of incomplete chunks that tasks
 // share. It comes last because all tasks may read these places.
 template <class Math, ChunkRule Rule, class Save>
 Status run_chunks(const typename Rule::Args& args, const Save& save) {
+  using Task = ChunkTask<Math, Rule>;
   const StatePlanArgs& plan = args.plan;
   const int64_t work = (args.tokens + plan.requests) * args.num_v_heads * args.dk * args.dv;
   const int64_t threads = work / kWidth < kSerialWork ? 1 : args.threads;
-  const int64_t blocks = args.group() * ((args.dv + kColumns - 1) / kColumns);
-  int64_t parts = (blocks + kMostBlocks - 1) / kMostBlocks;
-  // Parts of a k-head's columns; each part forms the inner products again.
-  while (parts < blocks && plan.requests * args.num_k_heads * parts < 2 * threads) ++parts;
+  const ChunkTasks of(args, threads);
   SharedStatus status;
   // Runs, because the states of neighbours lie side by side.
-  parallel_runs(threads, plan.requests * args.num_k_heads * parts, [&](int64_t i) {
-    const int64_t part = i % parts, k_head = i / parts % args.num_k_heads;
-    const Request request(args, i / parts / args.num_k_heads);
+  parallel_runs(threads, plan.requests * of.groups * of.parts, [&](int64_t i) {
+    const int64_t part = i % of.parts, group = i / of.parts % of.groups;
+    const Request request(args, i / of.parts / of.groups);
     if (request.tokens == 0) return;
     static thread_local Scratch scratch;
-    const int64_t first = blocks * part / parts, end = blocks * (part + 1) / parts;
-    const int64_t cells = ChunkTask<Math, Rule>::cells(args, end - first);
-    auto* memory = static_cast<Cell*>(scratch.reserve(cells * int64_t(sizeof(Cell))));
+    const int64_t first = of.blocks * part / of.parts, end = of.blocks * (part + 1) / of.parts;
+    const int64_t first_head = group * of.heads;
+    const int64_t heads = std::min(of.heads, args.num_k_heads - first_head);
+    const int64_t cells = Task::cells(args, end - first);
+    auto* memory = static_cast<Cell*>(scratch.reserve(heads * cells * int64_t(sizeof(Cell))));
     if (memory == nullptr) return status.fail(kOutOfMemory);
-    ChunkTask<Math, Rule>(args, request, k_head, first, end, memory).run();
+    typename Task::Rows::Tiles tiles;
+    std::optional<Task> tasks[kMostHeads];
+    for (int64_t h = 0; h < heads; ++h) {
+      tasks[h].emplace(args, request, first_head + h, first, end, memory + h * cells, tiles);
+    }
+    for (int64_t k = 0; k < request.chunks(Task::kChunk); ++k) {
+      for (int64_t h = 0; h < heads; ++h) tasks[h]->take(k);
+    }
   });
   if (status.failed()) return Status(status.value);
   parallel_runs(threads, plan.requests, [&](int64_t r) {

@@ -94,36 +94,14 @@ class ChunkTiles<TileMath> {
     }
   }
 
-  // state[rows, kTileColumns] = kept * state (kStart: kScaled) or 0 (kZeros) + keys^T updates;
-  // packed: the same in cells. updates[16 cells]: 8 cells of two tokens each, then zeros.
-  template <Start kStart>
-  void add_outer_products(const Cell* pairs, const Cell* updates, int64_t rows, float kept,
-                          float* state, Cell* packed) {
-    const Floats scale = splat(kept);
-    const auto add = [&](float* row, const float* sums) VLLM_LAMBDA {
-      const Floats sum = load(sums);
-      const Floats v = kStart == Start::kZeros ? sum : fma(load(row), scale, sum);
-      store(row, v);
-      return v;
-    };
-    form_outer_products(pairs, updates, rows, [&](int64_t first, const float* sums) VLLM_LAMBDA {
-      const int64_t end = std::min(first + kTileSide, rows);
-      for (int64_t i = first; i < end; i += 2, sums += 2 * kTileColumns) {
-        float *row = state + i * kTileColumns, *next = row + kTileColumns;
-#pragma GCC unroll 4
-        for (int64_t j = 0; j < kTileColumns; j += kWidth) {
-          const Floats upper = add(row + j, sums + j);
-          const Floats lower = i + 1 < end ? add(next + j, sums + kTileColumns + j) : Floats{};
-          store_cells(packed + i / 2 * kTileColumns + j, rounded_halves(upper, lower));
-        }
-      }
-    });
-  }
-
-  // The same, with kStart: kScaled, for a state in place in the pool.
+  // state[dk, kTileColumns] = kept * state + keys^T updates. updates[16 cells]: 8 cells of two
+  // tokens each, then zeros.
   template <class Rows>
-  void add_in_place(const Cell* pairs, const Cell* updates, float kept, const Rows& state) {
+  void add_outer_products(const Cell* pairs, const Cell* updates, float kept, const Rows& state) {
     const Floats scale = splat(kept);
+    const auto sum = [&](Floats old, const float* sums) VLLM_LAMBDA {
+      return fma(old, scale, load(sums));
+    };
     const auto take = [&](int64_t first, const float* sums) VLLM_LAMBDA {
       const int64_t end = std::min(first + kTileSide, state.dk);
       int64_t i = first;
@@ -132,15 +110,15 @@ class ChunkTiles<TileMath> {
 #pragma GCC unroll 4
         for (int64_t j = 0; j < kTileColumns; j += kWidth) {
           const Floats halves = load(rounded + j), rest = load(low + j);
-          const Floats upper = fma(join_upper(halves, rest), scale, load(sums + j));
-          const Floats lower = fma(join_lower(halves, rest), scale, load(sums + kTileColumns + j));
+          const Floats upper = sum(join_upper(halves, rest), sums + j);
+          const Floats lower = sum(join_lower(halves, rest), sums + kTileColumns + j);
           store(rounded + j, rounded_halves(upper, lower));
           store(low + j, low_halves(upper, lower));
         }
       }
       for (int64_t j = 0; i < end && j < kTileColumns; j += kWidth) {
         float* row = state.plain(i) + j;
-        store(row, fma(load(row), scale, load(sums + j)));
+        store(row, sum(load(row), sums + j));
       }
     };
     form_outer_products(pairs, updates, state.dk, take);

@@ -91,8 +91,10 @@ class DeltaRule {
 
   static int64_t cells(const Args& args) { return Rows::cells(args) + kChunk * kColumns; }
 
-  DeltaRule(const Args& args, const Request& request, int64_t k_head, Cell* memory)
-      : args_(args), places_{args}, request_(request), k_head_(k_head), rows_(args, memory),
+  DeltaRule(const Args& args, const Request& request, int64_t k_head, Cell* memory,
+            Rows::Tiles& tiles)
+      : args_(args), places_{args}, request_(request), k_head_(k_head),
+        rows_(args, memory, tiles),
         updates_(reinterpret_cast<float*>(memory + Rows::cells(args))) {}
 
   const Rows& rows() const { return rows_; }
@@ -188,7 +190,8 @@ class DeltaRule {
   }
 
   // Writes the inverse norms of this step's rows, times scale; lanes are summed in order.
-  void write_norms(const Chunk& chunk, const Cell* rows, float scale, float* norms) const {
+  __attribute__((noinline)) void write_norms(const Chunk& chunk, const Cell* rows, float scale,
+                                             float* norms) const {
     const bool alone = chunk.end - chunk.first == 1;
     if (alone) {
       float lanes[kWidth];

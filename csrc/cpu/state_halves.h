@@ -32,9 +32,10 @@ VLLM_INLINE Floats join_lower(Floats rounded, Floats low) {
   return (Floats)(((Words)rounded & 0xffff0000u) + (Words)((Ints)low >> 16));
 }
 
-// Some columns of one head's state in the pool.
+// Some columns of one head's state, in the pool or in a task's memory.
 template <bool kInHalves, class F = float>
 struct PoolRows {
+  static constexpr bool kIsInHalves = kInHalves, kIsNear = false;
   F* first;
   int64_t stride, dk;
 

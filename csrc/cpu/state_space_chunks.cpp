@@ -24,8 +24,9 @@ class StateSpaceRule {
 
   static int64_t cells(const Args& args) { return Rows::cells(args) + kChunk * kColumns; }
 
-  StateSpaceRule(const Args& args, const Request& request, int64_t group, Cell* memory)
-      : args_(args), request_(request), group_(group), rows_(args, memory),
+  StateSpaceRule(const Args& args, const Request& request, int64_t group, Cell* memory,
+                 Rows::Tiles& tiles)
+      : args_(args), request_(request), group_(group), rows_(args, memory, tiles),
         values_(reinterpret_cast<float*>(memory + Rows::cells(args))) {}
 
   const Rows& rows() const { return rows_; }
