@@ -185,6 +185,24 @@ def test_config_file_and_the_command_line_wins(tmp_path: Path) -> None:
     assert arguments.engine.kv_transfer_config == expected
 
 
+def test_values_of_a_config_file_are_taken_as_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """YAML makes 83, 80, a date and true of these."""
+    file = tmp_path / "serve.yaml"
+    file.write_text(
+        "api-key: [0123, 1:20, 4_5]\nserved-model-name: 2024-01-01\nrevision: on\n"
+        "port: 1\nport: 2\nhf-overrides: {rope_theta: 1.5, a: [1, null]}\n"
+    )
+    arguments = parse("m", "--config", str(file))
+    assert arguments.server.api_key == ["0123", "1:20", "4_5"]
+    assert arguments.engine.served_model_name == ["2024-01-01"]
+    assert arguments.engine.revision == "on"
+    assert arguments.engine.hf_overrides == {"rope_theta": 1.5, "a": [1, None]}
+    assert arguments.server.port == 2
+    assert "--port is given more than once" in capsys.readouterr().err
+
+
 def test_bad_config_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "serve.yaml"
     assert "cannot be read" in failure(capsys, "m", "--config", str(file))
@@ -196,6 +214,7 @@ def test_bad_config_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         ("enforce-eager: 3", "enforce-eager=3 in the config is not true or false"),
         ("port: many", "'many' is not a whole number"),
         ("config: x", "there is no flag 'config'"),
+        ("hf-overrides: {a: 2024-01-01}", "cannot be read"),
         ("[" * 20_000, "is nested too deeply"),
     ):
         file.write_text(content)

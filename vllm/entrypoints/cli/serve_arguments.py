@@ -113,6 +113,15 @@ _MOST_CHARACTERS = 1 << 20
 """Size of the largest file of flags that is read."""
 
 
+class _Entry(NamedTuple):
+    """An entry of a file of flags. texts: its value, or the items of a list, as they are written,
+    because YAML makes 80 of ``1:20``."""
+
+    key: str
+    value: Any
+    texts: list[str]
+
+
 def _flags_from_file(path: str, parser: FlexibleArgumentParser) -> list[str]:
     """Return the entries of a YAML file as command-line arguments.
 
@@ -121,26 +130,43 @@ def _flags_from_file(path: str, parser: FlexibleArgumentParser) -> list[str]:
     the file cannot be read, or has a key that is not a flag.
     """
     try:
-        content = yaml.safe_load(_read_text(path))
+        entries = _entries(_read_text(path))
     except RecursionError:
         raise ValueError(f"config={path!r} is nested too deeply") from None
-    except (OSError, ValueError, yaml.YAMLError) as error:
+    except (OSError, TypeError, ValueError, yaml.YAMLError) as error:
         raise ValueError(f"config={path!r} cannot be read: {error}") from None
-    if content is None:
-        return []
-    if not isinstance(content, dict):
-        raise ValueError(f"config={path!r} is not a mapping of flags to values")
     arguments: list[str] = []
-    for key, value in content.items():
-        flag = f"--{str(key).replace('_', '-')}"
+    for entry in entries:
+        flag = f"--{entry.key.replace('_', '-')}"
         option = parser.option(flag)
         if option is None or option.dest in ("config", "help"):
             raise ValueError(
-                f"config={path!r}: there is no flag {str(key)!r}{did_you_mean(flag, parser.flags)}"
+                f"config={path!r}: there is no flag {entry.key!r}{did_you_mean(flag, parser.flags)}"
             )
-        if value is not None:
-            arguments += _arguments(flag, option, value)
+        if entry.value is not None:
+            arguments += _arguments(flag, option, entry)
     return arguments
+
+
+def _entries(text: str) -> list[_Entry]:
+    """Return the entries of a YAML mapping."""
+    loader = yaml.SafeLoader(text)
+    root = loader.get_single_node() or yaml.MappingNode("", [])
+    if not isinstance(root, yaml.MappingNode):
+        raise ValueError("it is not a mapping of flags to values")
+    loader.flatten_mapping(root)
+
+    def value_of(node: yaml.Node) -> Any:
+        return loader.construct_object(node, deep=True)
+
+    def texts_of(node: yaml.Node) -> list[str]:
+        items = node.value if isinstance(node, yaml.SequenceNode) else [node]
+        scalar = yaml.ScalarNode
+        return [
+            one.value if isinstance(one, scalar) else json.dumps(value_of(one)) for one in items
+        ]
+
+    return [_Entry(str(key.value), value_of(node), texts_of(node)) for key, node in root.value]
 
 
 def _read_text(path: str) -> str:
@@ -155,8 +181,9 @@ def _read_text(path: str) -> str:
     return text
 
 
-def _arguments(flag: str, option: argparse.Action, value: Any) -> list[str]:
+def _arguments(flag: str, option: argparse.Action, entry: _Entry) -> list[str]:
     """Return one entry as arguments; argparse checks the values themselves."""
+    value = entry.value
     if isinstance(option, argparse.BooleanOptionalAction):
         if not isinstance(value, bool):
             raise ValueError(f"{flag.strip('-')}={value!r} in the config is not true or false")
@@ -164,10 +191,5 @@ def _arguments(flag: str, option: argparse.Action, value: Any) -> list[str]:
     if option.type is json_object or isinstance(value, dict):
         return [f"{flag}={value if isinstance(value, str) else json.dumps(value)}"]
     if isinstance(value, list):
-        return [flag, *(_text(item) for item in value)]
-    return [f"{flag}={_text(value)}"]
-
-
-def _text(value: Any) -> str:
-    """Return a value as one would type it."""
-    return value if isinstance(value, str) else json.dumps(value)
+        return [flag, *entry.texts]
+    return [f"{flag}={entry.texts[0]}"]
