@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 import shutil
 import sys
+from collections.abc import Callable
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
@@ -32,6 +34,10 @@ from vllm.utils.weight_files import digest_of_content
 
 class Changed(LlamaForCausalLM):
     """A class from elsewhere."""
+
+    def method(self) -> float:
+        """Replaced below."""
+        return 1.0
 
 
 def of(folder: Path, **options: Any) -> dict[str, Any]:
@@ -206,14 +212,52 @@ def test_code_that_is_imported_later_does_not_run_now(
     assert not ran.exists()
 
 
-@pytest.mark.parametrize(("name", "value"), [("factor", 3), ("compute_logits", lambda *_: None)])
+def _times(factor: float) -> Any:
+    return lambda *_: factor
+
+
+def _by_default(factor: float) -> Any:
+    def scaled(*_: Any, factor: float = factor) -> float:
+        return factor
+
+    return scaled
+
+
+def _wrapped(factor: float) -> Any:
+    return functools.wraps(Changed.method)(_times(factor))
+
+
+SET: dict[str, Callable[[float], Any]] = {
+    "number": lambda x: x,
+    "numbers": lambda x: [1, {"a": (2, x)}],
+    "names": lambda x: {"a", str(x)},
+    "tensor": lambda x: torch.tensor(x),
+    "class": lambda x: LlamaForCausalLM if x > 2 else transformers.LlamaModel,
+    "function": lambda x: _times if x > 2 else _wrapped,
+    "closure": _times,
+    "default": _by_default,
+    "wrapper": _wrapped,
+    "partial": lambda x: functools.partialmethod(_times, x),
+    "static": lambda x: staticmethod(_times(x)),
+    "property": lambda x: property(_times(x)),
+    "text": lambda x: eval(f"lambda *_: [{x} for _ in ()]"),
+}
+
+
+@pytest.mark.parametrize("kind", SET)
+@pytest.mark.parametrize("name", ["method", "added"])
 def test_what_is_set_on_a_registered_class(
-    name: str, value: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Whatever it is, as it would be in another process: made anew."""
     monkeypatch.setattr(ModelRegistry, "_registered", {"LlamaForCausalLM": Changed})
-    before = of(folder)
-    monkeypatch.setattr(Changed, name, value, raising=False)
-    assert of(folder) == of(folder) != before
+    found = [of(folder)]
+    for factor in (1.5, 2.5, 1.5):
+        with monkeypatch.context() as patch:
+            patch.setattr(Changed, name, SET[kind](factor), raising=False)
+            found.append(of(folder))
+    assert found[1] == found[3]
+    assert found[0] != found[1] != found[2] != found[0]
 
 
 class OwnConfig(transformers.LlamaConfig):  # type: ignore[misc]

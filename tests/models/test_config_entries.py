@@ -54,6 +54,27 @@ ENTRIES: list[tuple[str, str, Any, str]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.parametrize("name", ["num_experts_per_token", "num_expert_group"])
+def test_a_number_with_a_point_that_transformers_lets_pass(name: str, tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, "kimi_linear", tokenizer=False)
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({**config, name: float(config[name])}))
+    with pytest.raises(
+        ValueError, match=rf"{name}={config[name]}\.0.*: each has to be a whole number"
+    ):
+        SingleRequest(make_config(folder), 5)
+
+
+def test_a_number_of_further_layers_with_a_point(tmp_path: Path) -> None:
+    """transformers reads such a checkpoint."""
+    folder = make_checkpoint(tmp_path, "deepseek_v3", tokenizer=False)
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"num_nextn_predict_layers": 1.0}))
+    for model_impl in ("vllm", "transformers"):
+        SingleRequest(make_config(folder, model_impl=model_impl), 5)
+
+
 @pytest.mark.parametrize(("family", "name", "value", "message"), ENTRIES)
 def test_the_name_in_the_file_is_told(
     family: str, name: str, value: Any, message: str, tmp_path: Path

@@ -7,11 +7,18 @@ import hashlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from functools import cached_property, partial, partialmethod
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import FunctionType, ModuleType
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
 
 from vllm.utils import random_uuid
 
@@ -19,6 +26,8 @@ _WITHOUT_CODE = ("vllm", "torch", "builtins")
 """Packages whose code is not digested, because the version of this package stands for it."""
 _LARGE = ("transformers",)
 """Packages of which only the files of a class and its bases are digested."""
+_PLAIN = (int, float, complex, str, bytes, Enum, np.generic, torch.dtype, torch.device)
+"""Classes of values whose ``repr`` says all."""
 
 
 def code_of(one: type) -> str:
@@ -39,22 +48,86 @@ def code_of(one: type) -> str:
             return random_uuid()
         if package not in _LARGE:
             files |= _files_used_by(base.__module__)
-            for function in _attributes(base, attributes):
-                files |= _files_used_by(function.__module__)
+            for module in _attributes(base, attributes):
+                files |= _files_used_by(module)
     return digest_of_files(files, attributes)
 
 
-def _attributes(one: type, said: list[str]) -> Iterator[FunctionType]:
-    """Add plain values of a class to ``said``, and functions that were not written in it; yield the
-    latter."""
+def _attributes(one: type, said: list[str]) -> Iterator[str]:
+    """Add what is set on a class to ``said``, except functions that were written in it; yield the
+    modules of code in that."""
     for name, value in sorted(vars(one).items()):
-        if isinstance(value, FunctionType):
-            if not value.__qualname__.startswith(f"{one.__qualname__}."):
-                line = value.__code__.co_firstlineno
-                said.append(f"{one.__qualname__}.{name}={value.__qualname__} of line {line}")
-                yield value
-        elif not name.startswith("__") and isinstance(value, int | float | str | tuple | None):
-            said.append(f"{one.__qualname__}.{name}={value!r}")
+        is_function = isinstance(value, FunctionType)
+        if (is_function and _is_written_in(value, one)) or (
+            name.startswith("__") and not is_function
+        ):
+            continue
+        modules: list[str] = []
+        said.append(f"{one.__qualname__}.{name}={_described(value, modules)}")
+        yield from modules
+
+
+def _is_written_in(function: FunctionType, one: type) -> bool:
+    """Tell where its code is from: a wrapper takes over the name of the function that it calls."""
+    is_inside = function.__code__.co_qualname.startswith(f"{one.__qualname__}.")
+    return is_inside and function.__globals__.get("__name__") == one.__module__
+
+
+def _described(value: Any, modules: list[str], above: tuple[object, ...] = ()) -> str:
+    """Return a text that is the same in every process, and another for another value; the modules
+    of functions and classes in it are added to ``modules``.
+
+    Only the class counts of an object that is neither in ``_PLAIN`` nor in ``_PARTS``.
+    """
+    if value is None or isinstance(value, _PLAIN):
+        return repr(value)
+    if any(value is one for one in above):
+        return "itself"
+    if isinstance(value, ModuleType):
+        modules.append(value.__name__)
+        return value.__name__
+    if isinstance(value, type):
+        modules.append(value.__module__)
+        return f"{value.__module__}.{value.__qualname__}"
+    if isinstance(value, FunctionType):
+        modules.append(value.__globals__.get("__name__") or "")
+    parts_of = next((found for kinds, found in _PARTS if isinstance(value, kinds)), _other_parts)
+    parts = [_described(part, modules, (*above, value)) for part in parts_of(value)]
+    if isinstance(value, set | frozenset):
+        parts.sort()
+    return f"{type(value).__qualname__}({', '.join(parts)})"
+
+
+def _function_parts(function: FunctionType) -> Iterator[Any]:
+    """Yield where a function was written, and the values that it was made with."""
+    code, package = function.__code__, str(function.__globals__.get("__name__")).partition(".")[0]
+    yield code.co_qualname
+    if package not in (*_WITHOUT_CODE, *_LARGE):
+        yield code.co_firstlineno if Path(code.co_filename).is_file() else code
+    yield from (function.__defaults__, function.__kwdefaults__)
+    yield from (one.cell_contents for one in function.__closure__ or () if one != CellType())
+
+
+def _other_parts(value: Any) -> Iterable[Any]:
+    if is_dataclass(value):
+        return [getattr(value, field.name) for field in fields(value)]
+    inside = inspect.unwrap(value)  # of static methods, class methods and caches
+    return () if inside is value else (inside,)
+
+
+_PARTS: tuple[tuple[Any, Callable[[Any], Iterable[Any]]], ...] = (
+    (list | tuple | set | frozenset, iter),
+    (Mapping, lambda one: one.items()),
+    (np.ndarray, lambda one: (one.dtype.str, one.shape, one.tobytes())),
+    (torch.Tensor, lambda one: (one.dtype, one.detach().cpu().double().numpy())),
+    (FunctionType, _function_parts),
+    (CodeType, lambda one: (one.co_code, one.co_names, one.co_consts)),
+    (property, lambda one: (one.fget, one.fset, one.fdel)),
+    (partial | partialmethod, lambda one: (one.func, one.args, one.keywords)),
+    (cached_property, lambda one: (one.func,)),
+    (MethodType, lambda one: (one.__func__, one.__self__)),
+)
+"""Classes of values, and functions from a value to what it consists of."""
 
 
 def files_of_plugin(module: str) -> set[Path]:

@@ -60,6 +60,9 @@ _EXPERTS = "num_experts / num_local_experts / n_routed_experts"
 def _check_rule(rule: RoutingRule, num_experts: int, prefix: str) -> None:
     """ValueError: the rule cannot choose among so many experts."""
     groups, kept = rule.num_groups, rule.num_groups_kept
+    if any(isinstance(value, float) for value in (groups, kept, rule.top_k)):
+        given = f"num_expert_group={groups}, topk_group={kept}, num_experts_per_token={rule.top_k}"
+        raise ValueError(f"config.json: {given}: each has to be a whole number without a point")
     if groups < 1 or num_experts % groups:
         raise ValueError(
             f"config.json: n_group={groups} does not divide the {num_experts} experts of "

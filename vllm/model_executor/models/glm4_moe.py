@@ -40,7 +40,7 @@ class Glm4MoeForCausalLM(DecoderForCausalLM):
 def prefixes_of_extra_layers(config: Any) -> tuple[str, ...]:
     """Return the prefixes of the weights of layers for multi-token prediction."""
     first, count = config.num_hidden_layers, config_value(config, ("num_nextn_predict_layers",))
-    return tuple(f"model.layers.{first + extra}." for extra in range(count or 0))
+    return tuple(f"model.layers.{first + extra}." for extra in range(int(count or 0)))
 
 
 def make_glm_moe(config: Any, prefix: str, rule: RoutingRule) -> FusedMoE:

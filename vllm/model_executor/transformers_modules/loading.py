@@ -175,7 +175,7 @@ def wanted_by(model_config: ModelConfig, model: Any) -> Wanted:
     """
     config = model_config.hf_text_config
     num_layers = num_decoder_layers(config)
-    num_further = config_value(config, ("num_nextn_predict_layers",)) or 0
+    num_further = int(config_value(config, ("num_nextn_predict_layers",)) or 0)
     prefixes = ("", "model.", "model.language_model.")
     unused = tuple(f"{one}layers.{num_layers + i}." for one in prefixes for i in range(num_further))
     unused += other_heads(model_config.has_other_head)
