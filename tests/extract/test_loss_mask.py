@@ -172,6 +172,38 @@ def test_masks_that_select_no_token(records: list[Any], tiny_llama: Path, tmp_pa
         assert direct["loss_mask"].tolist() == converted["loss_mask"].tolist()
 
 
+@pytest.mark.parametrize("pack", [None, 8])
+def test_bad_masks_are_left_out_again(tiny_llama: Path, tmp_path: Path, pack: int | None) -> None:
+    """The samples of a resumed dataset are the same, though it stores no masks."""
+    records: list[Any] = [{"input_ids": ids} for ids in LISTS]
+    records[:0] = [{"input_ids": [1, 2, 3], "loss_mask": [1]}] * 2
+    data = write_jsonl(tmp_path / "data.jsonl", records)
+    output = tmp_path / "output"
+    assert run(tiny_llama, data, output, pack=pack) == 0
+    made = digests(output)
+    for shard in sorted(output.glob("shard-*"))[::2]:
+        shard.unlink()
+    assert run(tiny_llama, data, output, pack=pack) == 0
+    assert digests(output) == made
+
+
+def test_a_dataset_with_other_samples_is_not_continued(tiny_llama: Path, tmp_path: Path) -> None:
+    """An older version may have read the records in another way."""
+    records: list[Any] = [{"input_ids": ids} for ids in LISTS]
+    data = write_jsonl(tmp_path / "data.jsonl", [{"input_ids": [1], "loss_mask": []}, *records])
+    output = tmp_path / "output"
+    run(tiny_llama, data, output, loss_mask=False)
+    path = output / "settings.json"
+    settings = json.loads(path.read_text())
+    del settings["checksum"], settings["options"]["loss_mask"]
+    path.write_text(json.dumps(settings))
+    (output / "shard-00001.safetensors").unlink()
+    made = digests(output)
+    with pytest.raises(ValueError, match=r"12 samples in .* the dataset was begun with 13 in "):
+        run(tiny_llama, data, output)
+    assert digests(output).items() >= made.items()
+
+
 def test_a_dataset_from_before_masks_were_stored(
     tiny_llama: Path, data: Path, tmp_path: Path
 ) -> None:

@@ -147,6 +147,7 @@ class _Job:
             todo, repairs = self._units_to_do(settings, units, committed)
             if todo:
                 plan = self._open_plan(sources, settings, digest)
+                _check_plan(plan, settings, digest)
                 self._check_disk(plan, todo, settings)
         if todo:
             print_table("Plan", plan_lines(plan.totals, len(plan.units)))
@@ -256,6 +257,19 @@ class _Job:
         table = totals_lines(settings, sum_units(mine), reasons, None)
         print_table(f"Rank {rank} of {size}", [*table, *lines])
         print(f"When all ranks are done: vllm extract --merge --output {self.directory}")
+
+
+def _check_plan(plan: Plan, settings: DatasetSettings, digest: str) -> None:
+    """Raise ValueError if a plan that was made again is not the one of the dataset."""
+    units = settings.units_of(digest)
+    starts = {one.first_unit: one.first_sample for one in settings.added}
+    first, end = plan.totals.first_sample, starts.get(units.stop, settings.num_samples)
+    if (plan.units, plan.totals.num_samples) != (units, end - first):
+        raise ValueError(
+            f"the input makes {plan.totals.num_samples} samples in {len(plan.units)} units, and "
+            f"the dataset was begun with {end - first} in {len(units)}: another version read the "
+            "input in another way; use a new --output"
+        )
 
 
 def _check_workers(options: ExtractOptions, engine_args: EngineArgs) -> None:

@@ -94,6 +94,8 @@ class PromptMaker:
         self._rule = options.mask_rule
         self.stores_loss_mask = stores_loss_mask
         self.makes_masks = self._needs_mask or (stores_loss_mask and not options.generate)
+        # Also where none are stored, since the samples of a dataset must not depend on that.
+        self._checks_masks = self.makes_masks or (options.stores_loss_mask and not options.generate)
         self.num_second_bos = 0
         """Texts that begin with two BOS tokens, one of them from the tokenizer."""
         self._named = (options.token_ids_column, options.messages_column, options.prompt_column)
@@ -342,11 +344,12 @@ class PromptMaker:
             return "no prompt: the tokenizer makes no tokens from it"
         if self._needs_mask and raw_mask is None:
             return f"bad mask: there is none for {token_ids.size} tokens"
-        if self.makes_masks and raw_mask is not None:
+        if self._checks_masks and raw_mask is not None:
             try:
                 mask = as_mask(raw_mask, token_ids.size)
             except ValueError as error:
                 return f"bad mask: {error}"
+        mask = mask if self.makes_masks else None
         most = options.max_length or token_ids.size
         is_long = token_ids.size > most
         if is_long and options.on_long != "truncate":
