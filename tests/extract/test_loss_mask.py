@@ -11,6 +11,7 @@ import torch
 
 from tests.extract.job_harness import LAYERS, digests, run, token_lists, write_jsonl
 from tests.extract.test_prompts import CHAT, COUNTING
+from vllm.entrypoints.extract.plan import PLAN_FOLDER
 from vllm.hidden_states import HiddenStatesDataset, HiddenStatesSample, pack_samples, pad_samples
 from vllm.hidden_states.convert import convert_dataset
 from vllm.hidden_states.verify import verify_dataset
@@ -170,6 +171,66 @@ def test_masks_that_select_no_token(records: list[Any], tiny_llama: Path, tmp_pa
             torch.load(path.parent.with_name(name) / path.name) for name in ("direct", "converted")
         )
         assert direct["loss_mask"].tolist() == converted["loss_mask"].tolist()
+
+
+@pytest.mark.parametrize("pack", [None, 8])
+def test_bad_masks_are_left_out_again(tiny_llama: Path, tmp_path: Path, pack: int | None) -> None:
+    """The samples of a resumed dataset are the same, though it stores no masks."""
+    records: list[Any] = [{"input_ids": ids} for ids in LISTS]
+    records[:0] = [{"input_ids": [1, 2, 3], "loss_mask": [1]}] * 2
+    data = write_jsonl(tmp_path / "data.jsonl", records)
+    output = tmp_path / "output"
+    assert run(tiny_llama, data, output, pack=pack) == 0
+    made = digests(output)
+    for shard in sorted(output.glob("shard-*"))[::2]:
+        shard.unlink()
+    assert run(tiny_llama, data, output, pack=pack) == 0
+    assert digests(output) == made
+
+
+def test_a_dataset_with_other_samples_is_not_continued(tiny_llama: Path, tmp_path: Path) -> None:
+    """An older version may have read the records in another way."""
+    records: list[Any] = [{"input_ids": ids} for ids in LISTS]
+    data = write_jsonl(tmp_path / "data.jsonl", [{"input_ids": [1], "loss_mask": []}, *records])
+    output = tmp_path / "output"
+    run(tiny_llama, data, output, loss_mask=False)
+    path = output / "settings.json"
+    settings = json.loads(path.read_text())
+    del settings["checksum"], settings["options"]["loss_mask"]
+    path.write_text(json.dumps(settings))
+    (output / "shard-00001.safetensors").unlink()
+    made = digests(output)
+    with pytest.raises(ValueError, match=r"12 samples in .* the dataset was begun with 13 in "):
+        run(tiny_llama, data, output)
+    assert digests(output).items() >= made.items()
+
+
+def test_units_that_would_begin_elsewhere_are_not_made_again(
+    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The text of a conversation may depend on the day."""
+    chats = [[{"role": "user", "content": "a" * size}] for size in (14, 10, 10, 20)]
+    data = write_jsonl(tmp_path / "data.jsonl", [{"messages": chat} for chat in chats])
+    first = 10
+    monkeypatch.setattr(
+        "vllm.entrypoints.extract.prompts.chat_text",
+        lambda tokenizer, messages, **_: messages[0]["content"].replace("a" * 10, "b" * first, 1),
+    )
+    options: dict[str, Any] = {"loss_mask": False}
+    output = tmp_path / "output"
+    assert run(tiny_llama, data, output, **options) == 0
+    made = sorted(output.glob("shard-*"))
+    made[0].unlink()
+    first = 12
+    with pytest.raises(
+        ValueError, match=r" 4 samples in 3 units, .* with 4 in 3, which begin else"
+    ):
+        run(tiny_llama, data, output, **options)
+    assert not (output / PLAN_FOLDER).exists()
+    first = 10
+    assert run(tiny_llama, data, output, **options) == 0
+    assert len(HiddenStatesDataset(output, verify="first_read")) == len(chats)
+    assert sorted(output.glob("shard-*")) == made
 
 
 def test_a_dataset_from_before_masks_were_stored(

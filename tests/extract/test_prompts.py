@@ -106,6 +106,47 @@ def test_sharegpt(tokenizer: Any) -> None:
         assert refusal(tokenizer, {"conversations": bad}).startswith("bad messages")
 
 
+def test_names_of_both_kinds_in_one_message(tokenizer: Any) -> None:
+    """The text is read by whichever name it has."""
+    expected = one(tokenizer, {"messages": CHAT[:2]}, positions="mask")
+    why, because = (message["content"] for message in CHAT[:2])
+    for messages in (
+        [{"from": "human", "content": why}, {"from": "gpt", "content": because, "value": None}],
+        [{"role": "user", "value": why}, {"role": "assistant", "value": because, "content": None}],
+    ):
+        found = one(tokenizer, {"conversations": messages}, positions="mask")
+        assert found.token_ids.tolist() == expected.token_ids.tolist()
+        assert found.mask is not None and expected.mask is not None
+        assert found.mask.tolist() == expected.mask.tolist()
+
+
+def test_what_is_not_part_of_a_prompt_is_named(
+    tokenizer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    for values, named in (
+        ({"prompt": "a", "completion": "b"}, "'completion' beside 'prompt'"),
+        ({"conversations": CHAT, "system": "c"}, "'system' beside 'conversations'"),
+        ({"text": "a", "completion": "b"}, ""),
+        ({"messages": CHAT, "system": None}, ""),
+    ):
+        caplog.clear()
+        one(tokenizer, values)
+        assert named in caplog.text if named else not caplog.text
+
+
+def test_tools_as_json_text(tokenizer: Any) -> None:
+    """As tables have them, whose rows would get each other's keys."""
+    template = "{{ tools | tojson }}{{ messages[0].content }}"
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"π": 1}}}]
+    for stated in (tools, None):
+        expected, found = (
+            one(tokenizer, {"messages": CHAT[:1], "tools": form}, chat_template=template)
+            for form in (stated, json.dumps(stated))
+        )
+        assert found.token_ids.tolist() == expected.token_ids.tolist()
+    assert refusal(tokenizer, {"messages": CHAT, "tools": "f"}).startswith("unreadable")
+
+
 def test_calls_of_sharegpt(tokenizer: Any) -> None:
     """A call is what the assistant says: it is marked as an answer."""
     template = (

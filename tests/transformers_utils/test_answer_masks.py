@@ -6,8 +6,9 @@ import random
 import re
 from typing import Any
 
+import numpy as np
 import pytest
-from tokenizers import processors
+from tokenizers import pre_tokenizers, processors
 from transformers import PreTrainedTokenizer
 
 from tests.engine.frontend_harness import byte_level_tokenizer
@@ -151,6 +152,20 @@ def test_spaces_at_the_end_of_an_answer_count(rule: str) -> None:
     _, expected = render_masked(whole, messages, parsed, **options)
     _, mask = render_masked(trimming, messages, parsed, **options)
     assert mask.tolist() == expected.tolist()
+
+
+def test_a_space_that_a_tokenizer_puts_in_has_the_place_before_it() -> None:
+    """As GPT-2's does behind special tokens; it tells a place behind the next token."""
+    tokenizer = byte_level_tokenizer()
+    backend = tokenizer.backend_tokenizer
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    backend.post_processor = processors.ByteLevel(trim_offsets=True, add_prefix_space=True)
+    tokenizer.add_special_tokens({"additional_special_tokens": SPECIAL})
+    messages = CONVERSATIONS["plain"]
+    prompt, mask = render_masked(tokenizer, messages, MaskRule(), chat_template=TEMPLATE)
+    ids = np.array(prompt["prompt_token_ids"])
+    assert tokenizer.decode(ids[mask]).count("<|im_end|> \n") == 2
+    assert len(np.flatnonzero(np.diff(mask.astype(int)))) == 4  # two runs
 
 
 def test_texts_that_a_tokenizer_rewrites_are_refused() -> None:

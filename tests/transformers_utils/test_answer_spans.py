@@ -176,6 +176,26 @@ def test_an_end_is_not_taken_from_the_next_message() -> None:
     assert answers(template, chat("a", "b", "c", "d"))[0] == "b<|end|>"
 
 
+def test_an_answer_that_is_to_be_continued_may_end_in_spaces() -> None:
+    messages = chat("a", "b ", "c", "d  ")
+    found = answers(TURNS + ASKS, messages, continue_final_message=True)
+    assert found == ["b </assistant>", "d  "]
+
+
+def test_a_template_may_write_the_end_of_an_id() -> None:
+    template = TURNS.replace(
+        "{{ m.content }}",
+        "{{ m.content }}{% for t in m.tool_calls or [] %}{{ t.function.name }}:{{ t.id[-9:] }}"
+        "{% endfor %}",
+    )
+    messages = chat("a", "b", "c", "")
+    call = {"type": "function", "function": {"name": "f", "arguments": {}}}
+    messages[3]["tool_calls"] = [{**call, "id": "call_0123456789"}]
+    calls = template.replace("t.function.name", "t.function | tojson") + ASKS
+    shown = '{"name": "f", "arguments": {}}:123456789</assistant>'
+    assert answers(calls, messages) == ["b</assistant>", shown]
+
+
 def test_two_answers_in_a_row() -> None:
     messages = [*chat("a", "b"), {"role": "assistant", "content": "c"}, *chat("d", "e")]
     assert answers(TURNS + ASKS, messages) == [f"{answer}</assistant>" for answer in "bce"]
@@ -375,6 +395,12 @@ def test_marks_lie_where_the_text_has_them(name: str) -> None:
     assert answers(MARKS_IN[name], messages, rule=LAST_ONLY) == found[1:]
     going_on = answers(MARKS_IN[name], messages[:2], continue_final_message=True)
     assert [one.strip() for one in going_on] == ["Because."]
+
+
+def test_any_character_may_be_in_a_marked_text() -> None:
+    """Also those that Unicode has for uses inside of programs, with which marks are found."""
+    messages = chat("\ufdd0", "Because\ufdd1\ufdd2")
+    assert answers(each(ANSWER), messages) == ["Because\ufdd1\ufdd2</a>"]
 
 
 def test_marks_that_the_template_changes_are_refused() -> None:

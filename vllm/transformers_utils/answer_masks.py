@@ -96,6 +96,9 @@ def complete_offsets(
     offsets, before = [], 0
     for start, end in told:
         trimmed = text[before:start]
+        if start == end and trimmed.strip(" "):  # a space that the tokenizer has put in
+            start = end = before
+            trimmed = ""
         offsets.append((before + len(trimmed.rstrip(" ")), end) if trimmed else (start, end))
         before = max(before, end)
     return offsets

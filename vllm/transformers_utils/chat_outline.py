@@ -67,7 +67,7 @@ class Outline(NamedTuple):
             if number >= len(pieces):
                 return None
             start = end
-            for written in _spellings(pieces[number].text):
+            for written in _spellings(pieces[number]):
                 end = start + len(written)
                 if text.startswith(written, start) and text.startswith(literal, end):
                     break
@@ -220,9 +220,12 @@ class _Marking:
         return json.dumps(marked, ensure_ascii=False)
 
 
-def _spellings(text: str) -> Iterator[str]:
+def _spellings(piece: Piece) -> Iterator[str]:
     """Yield a text, and its forms inside of JSON and Python strings."""
+    text = piece.text
     yield text
+    if piece.kind == "aside":  # some of Mistral's templates write the end of an id
+        yield text[-9:]
     for encoded in (json.dumps(text, ensure_ascii=False), json.dumps(text)):
         yield encoded[1:-1]
         yield json.dumps(encoded)[3:-3]

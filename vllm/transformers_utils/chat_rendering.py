@@ -94,10 +94,10 @@ class _Known(NamedTuple):
 
 
 _known: WeakKeyDictionary[Any, dict[tuple[str, ...], _Known]] = WeakKeyDictionary()
-_OPENS, _CLOSES = "\ufdd0", "\ufdd1"
-"""Characters around marked answers. Unicode has them for such uses; no text has them."""
+_NONCHARACTERS = tuple(map(chr, range(0xFDD0, 0xFDF0)))
+"""Characters that Unicode has for uses inside of programs: two stand around marked answers."""
 _MARK_TAG = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
-_MARK_MACRO = f"{{% macro vllm_marked() %}}{_OPENS}{{{{ caller() }}}}{_CLOSES}{{% endmacro %}}\n"
+_MARK_MACRO = "{{% macro vllm_marked() %}}{}{{{{ caller() }}}}{}{{% endmacro %}}\n"
 """Written before a template, which then begins on its own line."""
 
 
@@ -136,8 +136,8 @@ def marks_answers(template: str) -> bool:
         return False
 
 
-def _show_marks(template: str) -> str:
-    """Return a template that writes characters around what ``template`` marks.
+def _show_marks(template: str, signs: str) -> str:
+    """Return a template that writes ``signs``, two characters, around what ``template`` marks.
 
     transformers counts characters from the beginning of the macro, ``{% set %}``, ``{% filter %}``
     or recursive loop that has the marks, not from the beginning of the text.
@@ -146,16 +146,16 @@ def _show_marks(template: str) -> str:
     def write(tag: re.Match[str]) -> str:
         return f"{{%{tag[1]} {'endcall' if tag[2] else 'call vllm_marked()'} {tag[3]}%}}"
 
-    return _MARK_MACRO + _MARK_TAG.sub(write, template)
+    return _MARK_MACRO.format(*signs) + _MARK_TAG.sub(write, template)
 
 
-def _read_marks(shown: str, text: str) -> Iterator[tuple[int, int]]:
-    """Yield the marked spans of ``text``, found in the same text with characters around them.
+def _read_marks(shown: str, text: str, signs: str) -> Iterator[tuple[int, int]]:
+    """Yield the marked spans of ``text``, found in the same text with ``signs`` around them.
 
     ValueError: beside these characters the texts differ, because the template changes what it
     marks.
     """
-    pieces = re.split(f"([{_OPENS}{_CLOSES}])", shown)
+    pieces = re.split(f"([{signs}])", shown)
     if "".join(pieces[::2]) != text:
         raise ValueError(
             "where the answers lie cannot be told: the chat template changes what it has marked "
@@ -164,10 +164,10 @@ def _read_marks(shown: str, text: str) -> Iterator[tuple[int, int]]:
         )
     place = start = depth = 0
     for piece in pieces:
-        if piece == _OPENS:
+        if piece == signs[0]:
             start = start if depth else place
             depth += 1
-        elif piece == _CLOSES:
+        elif piece == signs[1]:
             depth -= 1
             if not depth and start < place:
                 yield start, place
@@ -253,15 +253,16 @@ class Rendering:
         """
         if self._refuses_nulls:
             check_arguments(messages, self._tools or ())
-        shown = None
+        shown = signs = ""
         try:
             text = self._apply(messages, self._asks, self._continues)
             if marks:
-                shown = self._apply(messages, self._asks, self._continues, marks=True)
+                signs = "".join([one for one in _NONCHARACTERS if one not in text][:2])
+                shown = self._apply(messages, self._asks, self._continues, signs)
         except Exception as error:  # a template is a program: on odd messages it may raise anything
             kind = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
             raise ValueError(f"the chat template refused the messages: {kind}{error}") from error
-        return Rendered(text, () if shown is None else tuple(_read_marks(shown, text)))
+        return Rendered(text, tuple(_read_marks(shown, text, signs)) if marks else ())
 
     def mark(self, messages: list[ChatMessage], only: int | None = None) -> Marked:
         """Put markers in place of the texts of all messages, or of ``only`` one."""
@@ -317,26 +318,26 @@ class Rendering:
 
             def probe(messages: list[ChatMessage]) -> str:
                 ends = {"add_generation_prompt": False}
-                return self._apply_written(messages, tools, variables, **ends)
+                return self._apply_written(messages, tools, variables, ends)
 
             known[key] = _Known(TemplateForms(probe, fixed), {})
         return known[key]
 
     def _apply(
-        self, messages: list[ChatMessage], asks: bool, continues: bool, marks: bool = False
+        self, messages: list[ChatMessage], asks: bool, continues: bool, signs: str = ""
     ) -> str:
         """Render messages in the forms of the template. It may raise anything."""
         written = [_write(message, self.forms) for message in messages]
         ends = {"add_generation_prompt": asks, "continue_final_message": continues}
-        return self._apply_written(written, self._tools, self._variables, marks, **ends)
+        return self._apply_written(written, self._tools, self._variables, ends, signs)
 
     def _apply_written(
         self,
         messages: list[ChatMessage],
         tools: Any,
         variables: dict[str, Any],
-        marks: bool = False,
-        **ends: bool,
+        ends: dict[str, bool],
+        signs: str = "",
     ) -> str:
         if self._renders_itself:
             template = self._own_template
@@ -351,7 +352,7 @@ class Rendering:
         (text,), _ = render_jinja_template(
             conversations=[messages],
             tools=tools,
-            chat_template=_show_marks(self._template) if marks else self._template,
+            chat_template=_show_marks(self._template, signs) if signs else self._template,
             **{**self._tokenizer.special_tokens_map, **variables},
             **ends,
         )

@@ -74,6 +74,8 @@ class Turns(NamedTuple):
             return len(self.closing)
         if not final or not rest:
             return 0
+        if is_last and final.startswith(rest):  # it is to be continued
+            return len(rest)
         same = _same_start(rest, final)
         if self.user_end is None:
             return None

@@ -147,6 +147,8 @@ class _Job:
             todo, repairs = self._units_to_do(settings, units, committed)
             if todo:
                 plan = self._open_plan(sources, settings, digest)
+                whole = [record for record in committed if record.unit not in todo]
+                _check_plan(plan, settings, digest, whole)
                 self._check_disk(plan, todo, settings)
         if todo:
             print_table("Plan", plan_lines(plan.totals, len(plan.units)))
@@ -256,6 +258,26 @@ class _Job:
         table = totals_lines(settings, sum_units(mine), reasons, None)
         print_table(f"Rank {rank} of {size}", [*table, *lines])
         print(f"When all ranks are done: vllm extract --merge --output {self.directory}")
+
+
+def _check_plan(
+    plan: Plan, settings: DatasetSettings, digest: str, whole: list[UnitRecord]
+) -> None:
+    """Raise ValueError if a plan that was made again is not the one of the ``whole`` units."""
+    units = settings.units_of(digest)
+    made = {one.unit: range(one.first_sample, one.last_sample + 1) for one in whole}
+    starts = {one.first_unit: one.first_sample for one in settings.added}
+    first, end = plan.totals.first_sample, starts.get(units.stop, settings.num_samples)
+    is_same = (plan.units, plan.totals.num_samples) == (units, end - first)
+    if not is_same or any(
+        plan.samples_of(one) != made.get(one, plan.samples_of(one)) for one in units
+    ):
+        raise ValueError(
+            f"the input makes {plan.totals.num_samples} samples in {len(plan.units)} units, and "
+            f"the dataset was begun with {end - first} in {len(units)}, which begin elsewhere: "
+            "another version read the input in another way, or the chat template writes the date; "
+            "use a new --output"
+        )
 
 
 def _check_workers(options: ExtractOptions, engine_args: EngineArgs) -> None:

@@ -34,6 +34,8 @@ _TEXT = ("prompt", "text")
 _TOKEN_IDS = ("input_ids", "token_ids", "prompt_token_ids")
 _MASK = ("loss_mask",)
 _TOOLS, _VARIABLES = "tools", "chat_template_kwargs"
+_BESIDE = {"prompt": "completion", "messages": "system", "conversations": "system"}
+"""Columns, and what some data sets have beside them that is not read, but may be a part of it."""
 _SHAREGPT_ROLES = {
     "human": "user",
     "gpt": "assistant",
@@ -92,6 +94,8 @@ class PromptMaker:
         self._rule = options.mask_rule
         self.stores_loss_mask = stores_loss_mask
         self.makes_masks = self._needs_mask or (stores_loss_mask and not options.generate)
+        # Also where none are stored, since the samples of a dataset must not depend on that.
+        self._checks_masks = self.makes_masks or (options.stores_loss_mask and not options.generate)
         self.num_second_bos = 0
         """Texts that begin with two BOS tokens, one of them from the tokenizer."""
         self._named = (options.token_ids_column, options.messages_column, options.prompt_column)
@@ -101,7 +105,7 @@ class PromptMaker:
         """All columns that may be read."""
         options = self.options
         named = (*self._named, options.mask_column, options.id_column, *options.keep_columns)
-        usual = (*_MESSAGES, *_TEXT, *_TOKEN_IDS, *_MASK, _TOOLS, _VARIABLES)
+        usual = (*_MESSAGES, *_TEXT, *_TOKEN_IDS, *_MASK, _TOOLS, _VARIABLES, *_BESIDE.values())
         return (*(name for name in named if name is not None), *usual)
 
     def pack_tokens(self) -> PackTokens:
@@ -186,11 +190,21 @@ class PromptMaker:
             return f"no prompt: the record has none of {', '.join(columns)}"
         if self._tokenizer is None:
             return f"no tokenizer: {self._reason}"
+        self._warn_of_unread(values)
         if messages is not None:
             return self._render(messages, self._chat_options(values), mask)
         if not isinstance(text, str) or not text:
             return f"bad text: {str(text)[:40]!r} is not a text with at least one character"
         return _Text(text, False, None, mask)
+
+    def _warn_of_unread(self, values: Values) -> None:
+        for name, beside in _BESIDE.items():
+            if values.get(name) and values.get(beside):
+                logger.warning_once(
+                    "Records have a column %r beside %r, which is not part of the prompt: put it "
+                    "into the text or the messages if it has to be",
+                    *(beside, name),
+                )
 
     def _values_of(self, record: Record) -> Values:
         """Return the columns of a record; those for templates without the keys of other rows."""
@@ -262,6 +276,8 @@ class PromptMaker:
     def _chat_options(self, values: Values) -> ChatOptions:
         """Return the options of a rendering: a record's variables win over the command's."""
         tools: Any = values.get(_TOOLS)
+        if isinstance(tools, str):  # a table cannot hold dicts of different keys
+            tools = parse_json(tools or "null")
         variables: Any = values.get(_VARIABLES)
         if variables is None:
             variables = self.options.chat_template_kwargs
@@ -328,11 +344,12 @@ class PromptMaker:
             return "no prompt: the tokenizer makes no tokens from it"
         if self._needs_mask and raw_mask is None:
             return f"bad mask: there is none for {token_ids.size} tokens"
-        if self.makes_masks and raw_mask is not None:
+        if self._checks_masks and raw_mask is not None:
             try:
                 mask = as_mask(raw_mask, token_ids.size)
             except ValueError as error:
                 return f"bad mask: {error}"
+        mask = mask if self.makes_masks else None
         most = options.max_length or token_ids.size
         is_long = token_ids.size > most
         if is_long and options.on_long != "truncate":
@@ -382,9 +399,12 @@ def _as_message(message: Any) -> Any:
     kept = {key: value for key, value in message.items() if value is not None or key == "content"}
     if "from" in kept and "role" not in kept:
         role, value = kept.pop("from"), kept.pop("value", None)
+        value = kept.pop("content", None) if value is None else value
         if role == "function_call":
             return kept | {"role": "assistant", "tool_calls": _calls_in(value)}
         kept |= {"role": _SHAREGPT_ROLES.get(role, role), "content": value}
+    elif "value" in kept and kept.get("content") is None:
+        kept["content"] = kept.pop("value")
     return kept
 
 
