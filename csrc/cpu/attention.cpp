@@ -5,6 +5,7 @@
 // out and merged afterwards in the same order. Keys that several items read are packed
 // beforehand, once for all of them.
 #include "attention_rows.h"
+#include "subnormals.h"
 
 namespace vllm {
 namespace {
@@ -159,6 +160,7 @@ Status run_split(const AttentionArgs& args, const Item* items, int64_t count, in
                  float* memory, int64_t floats) {
   SharedStatus shared;
   parallel_for(args.threads, partitions, [&](int64_t i) {
+    const WithoutSubnormals zeros;
     const Item* item = items;
     while (item + 1 < items + count && (item + 1)->first_state <= i) ++item;
     AttentionRows<Math> rows(args, item->range, item->shared);
@@ -170,6 +172,7 @@ Status run_split(const AttentionArgs& args, const Item* items, int64_t count, in
   });
   if (shared.failed()) return Status(shared.value);
   parallel_for(args.threads, count, [&](int64_t i) {
+    const WithoutSubnormals zeros;
     const Item& item = items[i];
     const AttentionRows<Math> rows(args, item.range, item.shared);
     RowStates total(memory + (partitions + i) * floats, item.range.rows);
@@ -222,6 +225,7 @@ Status run(const AttentionArgs& args) {
   }
   SharedStatus shared;
   parallel_for(args.threads, count, [&](int64_t i) {
+    const WithoutSubnormals zeros;
     const int64_t next = i + args.threads;
     const Status status =
         run_item<Math>(args, items[i], next < count ? &items[next] : nullptr);

@@ -161,6 +161,7 @@ Status run(const ChannelDeltaArgs& args) {
   const int64_t work = tokens * blocks * args.dk * kVectors * 4;
   SharedStatus status;
   parallel_for(work < kSerialWork ? 1 : args.threads, parts * blocks, [&](int64_t i) {
+    const WithoutSubnormals zeros;
     static thread_local Scratch scratch;
     auto* memory = static_cast<float*>(
         scratch.reserve(ChannelDeltaTask<T>::floats(args) * int64_t(sizeof(float))));

@@ -344,6 +344,7 @@ Status run_chunks(const typename Rule::Args& args, const Save& save) {
     const int64_t part = i % of.parts, group = i / of.parts % of.groups;
     const Request request(args, i / of.parts / of.groups);
     if (request.tokens == 0) return;
+    const WithoutSubnormals zeros;
     static thread_local Scratch scratch;
     const int64_t first = of.blocks * part / of.parts, end = of.blocks * (part + 1) / of.parts;
     const int64_t first_head = group * of.heads;

@@ -163,6 +163,7 @@ Status run(const MlstmArgs& args) {
   const auto together = [&](int64_t per_head_tasks, int64_t work, const auto& body) {
     const int64_t tasks = requests * args.heads * per_head_tasks;
     parallel_for(work < kSerialWork ? 1 : args.threads, tasks, [&](int64_t i) {
+      const WithoutSubnormals zeros;
       static thread_local Scratch scratch;
       auto* own = static_cast<float*>(scratch.reserve(floats * int64_t(sizeof(float))));
       if (own == nullptr) return status.fail(kOutOfMemory);

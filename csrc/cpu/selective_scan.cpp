@@ -162,6 +162,7 @@ Status run(const ScanArgs& args) {
   const int64_t threads = work < kSerialWork ? 1 : args.threads;
   SharedStatus status;
   parallel_for(threads, parts * blocks, [&](int64_t i) {
+    const WithoutSubnormals zeros;
     static thread_local Scratch scratch;
     auto* memory = static_cast<float*>(
         scratch.reserve(ScanTask<T>::floats(args) * int64_t(sizeof(float))));

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "operation.h"
+#include "subnormals.h"
 
 namespace vllm {
 
@@ -69,6 +70,7 @@ Status walk_channels(const Args& args, int64_t work_of_a_token, const Walk& walk
   if (tokens == 0) return kOk;
   const int64_t work = tokens * work_of_a_token / requests + 1;
   parallel_ranges(args.threads, requests * vectors, work, [&](int64_t first, int64_t last) {
+    const WithoutSubnormals zeros;
     for (int64_t i = first; i < last; ++i) {
       const int64_t channel = i % vectors * kWidth, left = args.channels - channel;
       walk(args, i / vectors, channel, left < kWidth ? left : kWidth);

@@ -300,6 +300,7 @@ Status walk(const StateSpaceArgs& args) {
   const int64_t work = 3 * args.tokens * args.num_v_heads * args.dk * round_up(args.dv, kWidth) / kWidth;
   SharedStatus status;
   parallel_runs(work < kSerialWork ? 1 : args.threads, args.plan.requests * tasks, [&](int64_t i) {
+    const WithoutSubnormals zeros;
     static thread_local Scratch scratch;
     void* memory = scratch.reserve(ScanTask<T>::floats(args, heads) * int64_t(sizeof(float)));
     if (memory == nullptr) return status.fail(kOutOfMemory);

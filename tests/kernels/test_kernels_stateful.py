@@ -224,6 +224,17 @@ def test_gated_delta_rule(
     assert torch.equal(before, pool)
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+def test_keys_of_no_weight_are_left_out(native: Kernels, threads: int) -> None:
+    """Weights below 1e-38 are zeros: subnormal numbers take many CPUs a hundred times as long."""
+    torch.set_num_threads(threads)
+    query, key, value = torch.zeros(3, 600, 1, 64)
+    query[..., 0], key[::2, :, 0], value[1::2] = 20.0, 19.0, 1e30  # e ** -95 of the greatest one
+    run = AttentionRun(native, [(query, key, value)], 1, None)
+    rows = run.run([[(0, 599)], [(0, 1)]])[0]
+    assert (rows == 0).all()
+
+
 @pytest.mark.parametrize(LAYER_NAMES, LAYERS)
 def test_a_state_that_nobody_reads_need_not_be_written(
     kernels: Kernels, dtype: torch.dtype, k_heads: int, v_heads: int, dk: int, dv: int, width: int
@@ -279,6 +290,31 @@ def test_states_keep_every_bit(kernels: Kernels, dtype: torch.dtype, dk: int, dv
         )
     for block, num_tokens in ((1, 48), (2, 34), (3, 36)):
         assert torch.equal(layer.whole_state(pool, kernels, block, num_tokens), state.double())
+
+
+@pytest.mark.parametrize("tokens", [16, 1])
+def test_states_that_decay_become_zeros(native: Kernels, dtype: torch.dtype, tokens: int) -> None:
+    """They never hold subnormal numbers, which take many CPUs a hundred times as long."""
+    layer = RecurrentLayer(dtype, 1, 2, 33, 24, 4)
+    pool = layer.new_pool(2)
+    layer.fill_state(pool, native, 1, 32, torch.full((2, 33, 24), 2e-38))
+    inputs = layer.inputs(16)
+    inputs.x[:, 33:66] = 0  # no key: nothing is added
+    rates = torch.full_like(inputs.a, -1.5), torch.zeros_like(inputs.b)  # 0.04 is left of it
+    for first in range(0, 16, tokens):
+        own = slice(first, first + tokens)
+        native.gated_delta_rule(
+            inputs.x[own],
+            *(rate[own] for rate in rates),
+            torch.zeros_like(layer.weights["a_log"]),
+            torch.zeros_like(layer.weights["dt_bias"]),
+            layer.views(pool)[1],
+            1,
+            make_layout([tokens], [32 + first]),
+            make_plan([1], [True]),
+            layer.pending(pool, native),
+        )
+    assert (layer.whole_state(pool, native, 1, 48) == 0).all()
 
 
 def _assert_state(state: torch.Tensor, expected: torch.Tensor, rounds: bool) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from kernel_calls import Kernels
 from kernel_pools import make_layout, make_plan, poisoned_pool, pool_view, strided
-from kernel_steps import from_halves
+from kernel_steps import from_halves, to_halves
 
 from vllm.ops.layout import PENDING_TOKENS, StatePlan, StateTensor
 from vllm.ops.state_space import state_space_scan
@@ -174,6 +174,21 @@ def test_tokens_that_forget_everything(layer: Layer) -> None:
         assert relative_rms(rows, expected) <= 2**-8
     else:
         reference.assert_near(rows, expected, layer.dtype)
+
+
+@pytest.mark.parametrize("tokens", [16, 1])
+def test_states_that_decay_become_zeros(native: Kernels, dtype: torch.dtype, tokens: int) -> None:
+    """They never hold subnormal numbers, which take many CPUs a hundred times as long."""
+    layer = Layer(native, SIZES[1], dtype)
+    heads, _, state_size, head_dim = layer.sizes
+    values = torch.full((heads, state_size, head_dim), 2e-38)
+    layer.states[1] = to_halves(values) if layer.pending else values
+    layer.xbc.zero_()
+    layer.head_values.zero_()
+    layer.dt.fill_(-1.5)  # 0.04 is left of a state
+    for first in range(0, 16, tokens):
+        layer.run([range(first, first + tokens)], make_plan([1], [True]), [32 + first])
+    assert (layer.whole_state(1, 48) == 0).all()
 
 
 def float_of_poison(dtype: torch.dtype) -> torch.Tensor:
