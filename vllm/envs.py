@@ -59,6 +59,8 @@ def _one_of(*allowed: str) -> Callable[[str], str]:
 
 
 MOST_THREADS = 4096
+_LAST_CPU = 65535
+"""No Linux has a CPU of a higher number."""
 
 
 def _count(text: str, least: int = 1) -> int:
@@ -105,6 +107,8 @@ def _cpu_lists(text: str) -> tuple[frozenset[int], ...] | None:
             bounds = (first, last) if dash else (first, first)
             if not all(map(str.isdecimal, bounds)) or int(bounds[0]) > int(bounds[1]):
                 raise ValueError("use auto, nobind, or a list for each rank such as 0-31|32-63")
+            if int(bounds[1]) > _LAST_CPU:  # before a set is made of them
+                raise ValueError(f"use numbers of CPUs up to {_LAST_CPU:,}")
             cpus.update(range(int(bounds[0]), int(bounds[1]) + 1))
         lists.append(frozenset(cpus))
     return tuple(lists)

@@ -192,13 +192,16 @@ def test_values_of_a_config_file_are_taken_as_written(
     file = tmp_path / "serve.yaml"
     file.write_text(
         "api-key: [0123, 1:20, 4_5]\nserved-model-name: 2024-01-01\nrevision: on\n"
-        "port: 1\nport: 2\nhf-overrides: {rope_theta: 1.5, a: [1, null]}\n"
+        "port: 1\nport: 2\nhf-overrides: {rope_theta: 1.5, a: [1, null], "
+        "b: 0123, c: 1:20, d: 2024-01-01, e: -1_0, f: -0.5}\n"
     )
     arguments = parse("m", "--config", str(file))
     assert arguments.server.api_key == ["0123", "1:20", "4_5"]
     assert arguments.engine.served_model_name == ["2024-01-01"]
     assert arguments.engine.revision == "on"
-    assert arguments.engine.hf_overrides == {"rope_theta": 1.5, "a": [1, None]}
+    numbers, texts = {"rope_theta": 1.5, "e": -10, "f": -0.5}, {"b": "0123", "c": "1:20"}
+    texts["d"] = "2024-01-01"
+    assert arguments.engine.hf_overrides == {"a": [1, None], **numbers, **texts}
     assert arguments.server.port == 2
     assert "--port is given more than once" in capsys.readouterr().err
 
@@ -213,8 +216,9 @@ def test_bad_config_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         ("a: [", "cannot be read"),
         ("enforce-eager: 3", "enforce-eager=3 in the config is not true or false"),
         ("port: many", "'many' is not a whole number"),
+        ("port: [1, 2]", "port=[1, 2] in the config: the flag takes one value"),
         ("config: x", "there is no flag 'config'"),
-        ("hf-overrides: {a: 2024-01-01}", "cannot be read"),
+        ("hf-overrides: {a: !!binary aGk=}", "cannot be read"),
         ("[" * 20_000, "is nested too deeply"),
     ):
         file.write_text(content)

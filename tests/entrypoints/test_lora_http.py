@@ -98,6 +98,31 @@ def test_a_model_is_an_adapter(server: LiveServer, reference: LLM, folder: Path)
     assert streamed == answers[0]["choices"][0]["token_ids"]
 
 
+def test_endpoints_of_trl(server: LiveServer, reference: LLM, folder: Path) -> None:
+    """Log-probabilities and generation by an adapter; an unknown model is refused there, too."""
+    adapter, ids = request(folder / "a", 1), IDS[0]
+    scored = {"sequences": [ids], "prompt_lengths": [1], "top_logprobs": 3, "zz": 1}
+    prompt = {"prompt_token_ids": ids}
+    for name, request_of_it in (("a", adapter), ("tiny", None)):
+        options: dict[str, Any] = {"lora_request": request_of_it, "top_logprobs": 3}
+        (sample,) = reference.extract([prompt], layers=0, **options)
+        answer = post(server, "/get_sequence_logprobs/", model=name, **scored)
+        assert [row[:3] for row in answer["logprob_token_ids"][0]] == (
+            sample.tensors["top_token_ids"][:-1].tolist()
+        )
+        assert answer["warnings"] == ["the field 'zz' is not known and has no effect"]
+        fields = {"max_tokens": 6, "temperature": 0, "generation_kwargs": {"ignore_eos": True}}
+        answer = post(server, "/generate/", model=name, prompts=[ids], **fields)
+        assert answer["completion_ids"] == [expected(reference, ids, request_of_it)]
+    messages = [[{"role": "user", "content": "hi"}]]
+    for path, body in (
+        ("/get_sequence_logprobs/", scored),
+        ("/generate/", {"prompts": [ids]}),
+        ("/chat/", {"messages": messages}),
+    ):
+        assert ask(server, "POST", path, model="zz", **body)[0] == 404, path
+
+
 def test_rows_and_vectors(server: LiveServer, reference: LLM, folder: Path) -> None:
     """Rows of prompts and of generated text, and vectors of prompts."""
     adapter, prompt = request(folder / "a", 1), {"prompt_token_ids": IDS[1]}

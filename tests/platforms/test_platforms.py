@@ -113,6 +113,12 @@ def test_ranks_share_the_cores_or_are_bound(monkeypatch: pytest.MonkeyPatch) -> 
         assert os.sched_getaffinity(0) == {one}
         with pytest.raises(ValueError, match=r"rank 0 cannot run on the CPUs \[9999, 10000,"):
             cpu.set_num_threads(0, 2)
+        monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", f"{one},9999-10001|{one}")
+        assert cpu.set_num_threads(0, 2) == 1  # threads of CPUs that are not there would only wait
+        monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", f"0-{10**15}")
+        with pytest.raises(ValueError, match="use numbers of CPUs up to 65,535"):
+            cpu.set_num_threads()
+        monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", f"9999-10001,10003|{one}")
         with pytest.raises(ValueError, match="has 2 lists of CPUs for 3 ranks"):
             cpu.set_num_threads(0, 3)
         for value in ("auto", "nobind"):

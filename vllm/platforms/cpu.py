@@ -91,7 +91,7 @@ class CpuPlatform(Platform):
                 f"{sorted(lists[rank])} ({error.strerror}); this process may use "
                 f"{sorted(os.sched_getaffinity(0))}"
             ) from error
-        return lists[rank]
+        return frozenset(os.sched_getaffinity(0))  # without those that the machine does not have
 
     @property
     def stated_pool_bytes(self) -> int | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import stat
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -113,9 +114,21 @@ _MOST_CHARACTERS = 1 << 20
 """Size of the largest file of flags that is read."""
 
 
+_NOT_DECIMAL = re.compile(r"[-+]?0\w+$|.*:|\d+-\d+-")
+
+
+class _Loader(yaml.SafeLoader):
+    """Numbers are decimal ones. PyYAML's also make 80 of ``1:20``, 83 of ``0123``, and dates."""
+
+    def resolve(self, kind: Any, value: Any, implicit: Any) -> Any:
+        is_text = kind is yaml.ScalarNode and implicit[0] and _NOT_DECIMAL.match(value)
+        tag = super().resolve(kind, value, implicit)  # type: ignore[no-untyped-call]
+        return self.DEFAULT_SCALAR_TAG if is_text else tag
+
+
 class _Entry(NamedTuple):
     """An entry of a file of flags. texts: its value, or the items of a list, as they are written,
-    because YAML makes 80 of ``1:20``."""
+    because ``1.10`` as a number is 1.1."""
 
     key: str
     value: Any
@@ -150,7 +163,7 @@ def _flags_from_file(path: str, parser: FlexibleArgumentParser) -> list[str]:
 
 def _entries(text: str) -> list[_Entry]:
     """Return the entries of a YAML mapping."""
-    loader = yaml.SafeLoader(text)
+    loader = _Loader(text)
     root = loader.get_single_node() or yaml.MappingNode("", [])
     if not isinstance(root, yaml.MappingNode):
         raise ValueError("it is not a mapping of flags to values")
@@ -190,6 +203,8 @@ def _arguments(flag: str, option: argparse.Action, entry: _Entry) -> list[str]:
         return [flag if value else flag.replace("--", "--no-", 1)]
     if option.type is json_object or isinstance(value, dict):
         return [f"{flag}={value if isinstance(value, str) else json.dumps(value)}"]
+    if isinstance(value, list) and option.nargs is None:
+        raise ValueError(f"{flag.strip('-')}={value!r} in the config: the flag takes one value")
     if isinstance(value, list):
         return [flag, *entry.texts]
     return [f"{flag}={entry.texts[0]}"]

@@ -105,7 +105,7 @@ class _Generation(Body):
         if unknown:
             raise bad_request(f"{unknown[0]:.100} is not supported; leave it out")
         named = ("n", "repetition_penalty", "temperature", "top_p", "top_k", "min_p", "max_tokens")
-        fields = {name: getattr(self, name) for name in (*named, "logprobs")} | more
+        fields = {name: getattr(self, name) for name in (*named, "logprobs", "model")} | more
         try:
             return CompletionRequest.model_validate({"prompt": prompts, **fields})
         except ValidationError as error:
@@ -130,6 +130,10 @@ class ChatRequest(_Generation):
     tools: Annotated[list[dict[str, Any]], Field(max_length=MAX_TOOLS)] | None = None
 
 
+def _warnings(body: Body) -> dict[str, Any]:
+    return {"warnings": body._warnings} if body._warnings else {}
+
+
 # ---- log-probabilities
 
 
@@ -141,6 +145,8 @@ async def get_sequence_logprobs(
 ) -> Response:
     """Return the most likely tokens at each position of the completions, and the actual token."""
     body.check()
+    state.check_model(body.model)
+    adapter = state.adapters.find(body.model)
     is_binary = body.response_format == "binary"
     limit = byte_limit(state.settings, None if is_binary else 'response_format="binary"')
     lengths = [len(ids) - length for ids, length in body.parts]
@@ -164,7 +170,9 @@ async def get_sequence_logprobs(
     )
     places = [index for index, part in enumerate(body.parts) if len(_positions(*part))]
     requests = [
-        ExtractRequest({"prompt_token_ids": ids}, positions=_positions(ids, length))
+        ExtractRequest(
+            {"prompt_token_ids": ids}, positions=_positions(ids, length), lora_request=adapter
+        )
         for ids, length in (body.parts[index] for index in places)
     ]
     model = state.engine.model_config
@@ -177,7 +185,7 @@ async def get_sequence_logprobs(
             assert isinstance(sample, HiddenStatesSample)
             samples[places[sample.index]] = sample
     shape = _as_arrays if is_binary else _as_lists
-    content = await asyncio.to_thread(lambda: json.dumps(shape(body, samples)))
+    content = await asyncio.to_thread(lambda: json.dumps(shape(body, samples) | _warnings(body)))
     return Response(content, media_type="application/json")
 
 
@@ -251,7 +259,7 @@ async def generate(
     if not isinstance(body.prompts, list) or (body.prompts and isinstance(body.prompts[0], int)):
         raise bad_form(("body.prompts", "Input should be a list of strings or of lists of ids"))
     prompts: Any = body.prompts
-    return await _generate(state, request, body.completion(prompts))
+    return await _generate(state, request, body.completion(prompts)) | _warnings(body)
 
 
 @router.post("/chat/")
@@ -267,7 +275,7 @@ async def chat(
         return [one.token_ids or [] for one in rendered]
 
     prompts = await state.beside_loop(request, render_all)
-    return await _generate(state, request, body.completion(prompts))
+    return await _generate(state, request, body.completion(prompts)) | _warnings(body)
 
 
 async def _generate(
