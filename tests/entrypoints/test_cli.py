@@ -192,7 +192,7 @@ def test_values_of_a_config_file_are_taken_as_written(
     file = tmp_path / "serve.yaml"
     file.write_text(
         "api-key: [0123, 1:20, 4_5]\nserved-model-name: 2024-01-01\nrevision: on\n"
-        "port: 1\nport: 2\nhf-overrides: {rope_theta: 1.5, a: [1, null]}\n"
+        "port: 1\nport: [2]\nhf-overrides: {rope_theta: 1.5, a: [1, null]}\n"
     )
     arguments = parse("m", "--config", str(file))
     assert arguments.server.api_key == ["0123", "1:20", "4_5"]
@@ -215,6 +215,8 @@ def test_bad_config_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         ("port: many", "'many' is not a whole number"),
         ("config: x", "there is no flag 'config'"),
         ("hf-overrides: {a: 2024-01-01}", "cannot be read"),
+        ("revision: [a, b]", "revision=['a', 'b'] in the config: write one value, such as 1,2"),
+        ("dtype: []", "dtype=[] in the config: write one value"),
         ("[" * 20_000, "is nested too deeply"),
     ):
         file.write_text(content)
