@@ -192,7 +192,7 @@ def test_values_of_a_config_file_are_taken_as_written(
     file = tmp_path / "serve.yaml"
     file.write_text(
         "api-key: [0123, 1:20, 4_5]\nserved-model-name: 2024-01-01\nrevision: on\n"
-        "port: 1\nport: 2\nhf-overrides: {rope_theta: 1.5, a: [1, null], "
+        "port: 1\nport: [2]\nhf-overrides: {rope_theta: 1.5, a: [1, null], "
         "b: 0123, c: 1:20, d: 2024-01-01, e: -1_0, f: -0.5}\n"
     )
     arguments = parse("m", "--config", str(file))
@@ -216,9 +216,11 @@ def test_bad_config_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         ("a: [", "cannot be read"),
         ("enforce-eager: 3", "enforce-eager=3 in the config is not true or false"),
         ("port: many", "'many' is not a whole number"),
-        ("port: [1, 2]", "port=[1, 2] in the config: the flag takes one value"),
+        ("port: [1, 2]", "port=[1, 2] in the config: write one value, such as 1,2"),
         ("config: x", "there is no flag 'config'"),
         ("hf-overrides: {a: !!binary aGk=}", "cannot be read"),
+        ("revision: [a, b]", "revision=['a', 'b'] in the config: write one value, such as 1,2"),
+        ("dtype: []", "dtype=[] in the config: write one value"),
         ("[" * 20_000, "is nested too deeply"),
     ):
         file.write_text(content)

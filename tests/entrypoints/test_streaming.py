@@ -196,6 +196,27 @@ def test_tool_calls(stub: StubServer) -> None:
                 assert http.post("/v1/chat/completions", json=forced).status_code == 400
 
 
+def test_tags_of_tool_calls_may_be_special_tokens(stub: StubServer) -> None:
+    """As in the tokenizers of Hermes' Llama models; texts are without special tokens otherwise."""
+    tokenizer: Any = stub.engine.get_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<tool_call>", "</tool_call>"]})
+    text = 'Look: <tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>'
+    steps = [[token] for token in [*stub.tokens(text), END_OF_TURN]]
+    stub.engine.script = lambda request_id: say(request_id, steps)
+    body = {"messages": HELLO, "tools": [TOOL]}
+    with stub.server.client() as http:
+        (choice,) = http.post("/v1/chat/completions", json=body).json()["choices"]
+        assert (choice["finish_reason"], choice["message"]["content"]) == ("tool_calls", "Look:")
+        (call,) = choice["message"]["tool_calls"]
+        assert call["function"] == {"name": "f", "arguments": '{"x": 1}'}
+        chunks = events(http, "/v1/chat/completions", body | {"stream": True})
+        deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+        calls = [call for delta in deltas for call in delta.get("tool_calls", [])]
+        assert join_calls(calls) == [("f", '{"x": 1}')]
+        plain = http.post("/v1/chat/completions", json=body | {"tool_choice": "none"}).json()
+        assert "<tool_call>" not in plain["choices"][0]["message"]["content"]
+
+
 def test_an_echo_that_is_aborted_before_its_prompt_is_computed(stub: StubServer) -> None:
     """The log-probabilities of its prompt have not come, and are null."""
     aborted = {"finish_reason": FinishReason.ABORT}

@@ -5,6 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import httpx
+import pytest
+
+from tests.entrypoints.live_server import LiveServer
+from tests.transformers_utils.test_answer_masks import RawBytes
 
 
 def tokenize(http: httpx.Client, **body: Any) -> dict[str, Any]:
@@ -24,6 +28,15 @@ def test_texts(http: httpx.Client) -> None:
         "count": 0, "max_model_len": 512, "tokens": [], "token_strs": None,
     }  # fmt: skip
     assert tokenize(http, prompt="x" * 2000)["count"] == 2000
+
+
+def test_words_may_be_bytes(
+    server: LiveServer, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = RawBytes([b"a", b"\xc3", b"\xa9"])
+    monkeypatch.setattr(server.state.engine, "get_tokenizer", lambda: tokenizer)
+    answer = tokenize(http, prompt="aé", return_token_strs=True)
+    assert answer["token_strs"] == ["a", "\ufffd", "\ufffd"]
 
 
 def test_conversations(http: httpx.Client) -> None:

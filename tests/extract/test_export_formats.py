@@ -130,6 +130,15 @@ def test_default_layers_on_the_real_engine(tmp_path: Path) -> None:
         assert found["loss_mask"].tolist() == [1] * len(rows)
 
 
+def test_default_layers_of_speculators(tmp_path: Path) -> None:
+    """The command of docs/recipes.md names no layers."""
+    model = make_checkpoint(tmp_path / "model", "llama", num_hidden_layers=8)
+    data = write_jsonl(tmp_path / "data.jsonl", [{"input_ids": [3, 1, 4]}])
+    run(model, data, tmp_path / "out", format="speculators", layers=None)
+    (sample,) = HiddenStatesDataset(tmp_path / "out")
+    assert sample.layer_ids == (2, 4, 5, 8)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

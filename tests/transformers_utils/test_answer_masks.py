@@ -68,6 +68,19 @@ class SlowBytes(Slow):
         return b"".join(by_name.get(one, one.encode()) for one in tokens).decode(errors="replace")
 
 
+class RawBytes(SlowBytes):
+    """Its words are bytes for its callers, too, as those of Qwen's first tokenizer."""
+
+    def get_vocab(self) -> dict[Any, int]:
+        return dict(self.words)
+
+    def _convert_id_to_token(self, index: int) -> Any:
+        return [*self.words][index]
+
+    def convert_tokens_to_string(self, tokens: list[Any]) -> str:
+        return super().convert_tokens_to_string([str(one) for one in tokens])
+
+
 class SlowPieces(Slow):
     """SentencePiece's way: a mark stands for a space, and the first one is lost again."""
 

@@ -9,14 +9,24 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from tests.engine.frontend_harness import byte_fallback_tokenizer, byte_level_tokenizer
+from tests.transformers_utils.test_answer_masks import RawBytes
 from vllm.transformers_utils.token_texts import TextPlace, TokenTexts
 from vllm.transformers_utils.tokenizer import make_decoder
 
+
+def raw_bytes_tokenizer() -> RawBytes:
+    words = [bytes([i]) for i in range(256)]
+    return RawBytes([*words, b" \xf0\x9f", b"hello", b"\xe6\x9d\xb1\xe4", b"\x82\xac"])
+
+
+MAKERS = [byte_fallback_tokenizer, byte_level_tokenizer, raw_bytes_tokenizer]
 TEXTS = ["hello hello world", "a é€😀 b", " x\n\n  y ", "\ufffd é", "naïve 東京"]
 
 
 @pytest.mark.parametrize("text", TEXTS)
-@pytest.mark.parametrize("make", [byte_fallback_tokenizer, byte_level_tokenizer])
+@pytest.mark.parametrize(
+    "make", [byte_fallback_tokenizer, byte_level_tokenizer, raw_bytes_tokenizer]
+)
 def test_tokens_are_the_text(make: Any, text: str) -> None:
     tokenizer = make()
     texts, decode = TokenTexts(tokenizer), make_decoder(tokenizer)

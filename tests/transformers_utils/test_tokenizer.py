@@ -12,6 +12,7 @@ import pytest
 from transformers import CTRLConfig, LlamaConfig, Qwen2Config
 
 from tests.engine.frontend_harness import byte_level_tokenizer, make_config
+from tests.transformers_utils.test_answer_masks import RawBytes
 from vllm.transformers_utils.chat_template import render_chat
 from vllm.transformers_utils.tokenizer import get_tokenizer, load_tokenizer, stated_in_full
 
@@ -225,3 +226,9 @@ def test_what_a_tokenizer_depends_on_beside_its_words(tmp_path: Path) -> None:
     ):
         prompt, stated = made(**change)
         assert prompt != before[0] and stated != before[1], change
+
+
+def test_words_may_be_bytes() -> None:
+    """As those of Qwen's first tokenizer, which are no keys of JSON."""
+    stated = [stated_in_full(RawBytes([b"a", word])) for word in (b"\xff", b"b", b"\xff")]
+    assert stated[0] == stated[2] != stated[1]

@@ -50,6 +50,8 @@ class TokenTexts:
         if _REPLACEMENT not in text:
             return text.encode()
         spelled = self._tokenizer.convert_ids_to_tokens(token) or ""
+        if isinstance(spelled, bytes):  # words of Qwen's first tokenizer
+            return spelled
         if match := _BYTE_TOKEN.fullmatch(spelled):
             return bytes([int(match[1], 16)])
         if not all(character in _BYTE_OF for character in spelled):

@@ -284,7 +284,11 @@ def make_decoder(
 
 def stated_in_full(tokenizer: Any) -> str:
     """Return a text that differs if texts may have other tokens, or chats another rendering."""
-    known = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else tokenizer.get_vocab()
+    known: object
+    if tokenizer.is_fast:
+        known = tokenizer.backend_tokenizer.to_str()
+    else:  # Qwen's first tokenizer has words of bytes, which JSON does not take as keys
+        known = {str(word): number for word, number in tokenizer.get_vocab().items()}
     # Templates write special tokens by their roles, which tokenizer_config.json states.
     roles = tokenizer.special_tokens_map
     splits = tokenizer.split_special_tokens

@@ -140,7 +140,7 @@ def _flags_from_file(path: str, parser: FlexibleArgumentParser) -> list[str]:
 
     Keys are flags without their dashes. A mapping becomes JSON, a list several values, true
     and false become ``--flag`` and ``--no-flag``; null leaves the default. Raises ValueError if
-    the file cannot be read, or has a key that is not a flag.
+    the file cannot be read, has a key that is not a flag, or several values for one that takes one.
     """
     try:
         entries = _entries(_read_text(path))
@@ -203,8 +203,8 @@ def _arguments(flag: str, option: argparse.Action, entry: _Entry) -> list[str]:
         return [flag if value else flag.replace("--", "--no-", 1)]
     if option.type is json_object or isinstance(value, dict):
         return [f"{flag}={value if isinstance(value, str) else json.dumps(value)}"]
-    if isinstance(value, list) and option.nargs is None:
-        raise ValueError(f"{flag.strip('-')}={value!r} in the config: the flag takes one value")
-    if isinstance(value, list):
-        return [flag, *entry.texts]
-    return [f"{flag}={entry.texts[0]}"]
+    if len(entry.texts) == 1:
+        return [f"{flag}={entry.texts[0]}"]
+    if option.nargs not in ("*", "+"):  # the parser would take the second for the model
+        raise ValueError(f"{entry.key}={value!r} in the config: write one value, such as 1,2")
+    return [flag, *entry.texts]

@@ -242,7 +242,8 @@ class ExtractOptions:
         self._require("ray_address", is_used, "it belongs to distributed='ray'")
         if self.format == "speculators":
             reason = "format='speculators' trains from "
-            self._require("layers", self.layers, f"{reason}hidden states: name layers")
+            has_layers = self.layers or not self.hooks  # without both it has its usual ones
+            self._require("layers", has_layers, f"{reason}hidden states: name layers")
             self._require("positions", self.positions == "all", f"{reason}all of them")
             self._require("pooling", self.pooling == "none", f"{reason}a row for each token")
             self._require("keep_columns", not self.keep_columns, f"{reason}rows and token ids only")

@@ -308,11 +308,14 @@ def _tokenize(state: ServerState, body: TokenizeRequest) -> TokenizeResponse:
         token_ids = tokenizer.encode(body.prompt, add_special_tokens=adds_special, verbose=False)
     else:
         raise bad_form(("body.prompt", "Field required (or messages)"))
+    words = tokenizer.convert_ids_to_tokens(token_ids) if body.return_token_strs else []
+    # Words of Qwen's first tokenizer are bytes.
+    texts = [one.decode(errors="replace") if isinstance(one, bytes) else one for one in words]
     return TokenizeResponse(
         count=len(token_ids),
         max_model_len=state.max_model_len,
         tokens=token_ids,
-        token_strs=tokenizer.convert_ids_to_tokens(token_ids) if body.return_token_strs else None,
+        token_strs=texts if body.return_token_strs else None,
     )
 
 

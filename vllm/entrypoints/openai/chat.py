@@ -55,6 +55,10 @@ class Chat(Generation[ChatCompletionRequest]):
     def wanted(self) -> Wanted:
         body = self.body
         self._tool_parser = self._choose_tool_parser()
+        if self._tool_parser is not None:
+            find = self.state.token_texts.special_id
+            if any(find(tag) is not None for tag in self._tool_parser.tags):
+                body.skip_special_tokens = False  # which would leave the tags out
         if body.top_logprobs is not None and not body.logprobs:
             raise bad_request("top_logprobs: only with logprobs=true", "top_logprobs")
         limit = body.max_completion_tokens

@@ -9,7 +9,7 @@ import json
 import re
 import uuid
 from abc import ABC, abstractmethod
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from vllm.entrypoints.openai.responses import FunctionCall, ToolCall
 from vllm.utils.text import parse_json
@@ -47,6 +47,9 @@ def _is_json(text: str) -> bool:
 
 class ToolParser(ABC):
     """Reads one answer."""
+
+    tags: ClassVar[tuple[str, ...]]
+    """Texts around a call, which some tokenizers have as special tokens."""
 
     def __init__(self) -> None:
         self.num_calls = 0
@@ -86,6 +89,7 @@ class HermesToolParser(ToolParser):
 
     OPEN = "<tool_call>"
     CLOSE = "</tool_call>"
+    tags = (OPEN, CLOSE)
     _HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"\\]*)"\s*,\s*"arguments"\s*:\s*(?=\{)')
     _END = re.compile(r"\s*\}\s*" + CLOSE)
 
