@@ -241,6 +241,23 @@ def test_embeddings_and_heads(
         assert best == text[length:]
 
 
+def test_adapters_of_embeddings_beside_prompts_as_embeddings(
+    checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    folder = checkpoint("llama")
+    write_adapter(tmp_path / "adapter", folder, with_ends=True)
+    adapter = LoRARequest("one", 1, str(tmp_path / "adapter"))
+    request = ExtractRequest(random_prompts(3, [30])[0], lora_request=adapter)
+    embeds = ExtractRequest({"prompt_embeds": torch.ones(20, 72)}, lora_request=adapter)
+    with engine(
+        folder, enable_lora=True, enable_prompt_embeds=True, enable_prefix_caching=False
+    ) as llm:
+        (alone,) = llm.extract([request], layers=[0, 2])
+        given, beside = llm.extract([embeds, request], layers=[0, 2])
+    assert torch.equal(beside.hidden_states, alone.hidden_states)
+    assert torch.equal(given.hidden_states[:, 0], torch.ones(20, 72))
+
+
 def test_adapters_in_memory_when_an_update_unties_the_head(
     checkpoint: Checkpoint, tmp_path: Path
 ) -> None:

@@ -170,6 +170,22 @@ def test_prefixes_are_kept_apart(checkpoint: Checkpoint) -> None:
         assert salts[0] is None and salts[1] == salts[2] and len(set(salts)) == 3
 
 
+@pytest.mark.parametrize("positions", ["prompt", "generated"])
+def test_a_prompt_with_tokens_that_were_generated(positions: Any, checkpoint: Checkpoint) -> None:
+    """It shares the prefixes of prompts, not those of tokens that were steered in another way."""
+    prompt = random_prompts(9, [40])[0]["prompt_token_ids"]
+    params = greedy(40, steering=[vectors([1], positions=positions)])
+    with engine(checkpoint("qwen3_5"), mamba_block_size=16) as llm:
+        (output,) = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
+        text = [*prompt, *output.outputs[0].token_ids]
+        other = SamplingParams(max_tokens=1, temperature=0, logprobs=1, steering=params.steering)
+        hit, cold = llm.generate(
+            [{"prompt_token_ids": text}, {"prompt_token_ids": text, "cache_salt": "other"}], other
+        )
+        assert hit.num_cached_tokens == 32
+        assert hit.outputs[0].logprobs == cold.outputs[0].logprobs
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [

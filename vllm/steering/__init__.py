@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     import torch
 
 Where = Literal["all", "prompt", "generated"]
+PARTS = ("prompt", "generated")
+"""Tokens that a later request may have in the other part: its prompt may hold generated ones."""
 _MOST_VECTORS = 1024
 _MOST_LAYERS = 2**31 - 1
 _LARGEST = 1e30
@@ -148,7 +150,7 @@ class SteeringVector:
 
 
 def _checked_positions(positions: object) -> str | list[int]:
-    if positions in ("all", "prompt", "generated"):
+    if positions in ("all", *PARTS):
         return str(positions)
     are_positions = isinstance(positions, list | tuple | range) and all(
         isinstance(one, int) and not isinstance(one, bool) and 0 <= one < 2**31 for one in positions

@@ -7,6 +7,7 @@ from copy import deepcopy
 from typing import Any, NamedTuple
 
 from vllm.sampling_params import SamplingParams
+from vllm.steering import PARTS
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 
 
@@ -70,6 +71,8 @@ class Request:
     """Times that it began again because weights may have changed."""
     is_long = False
     """True if longer than longrope's limit: all its tokens get the factors for long ones."""
+    is_steered_by_part = False
+    """True if tokens of the prompt are steered with other vectors than generated ones."""
     num_captured_tokens = 0
     """Tokens computed before a preemption: the caller has their rows already."""
 
@@ -77,6 +80,8 @@ class Request:
         self.request_id = message.request_id
         self.prompt_token_ids = message.prompt_token_ids
         self.sampling_params: SamplingParams = message.sampling_params
+        if any(one.positions in PARTS for one in self.sampling_params.steering_specs):
+            self.is_steered_by_part = True
         self.eos_token_ids = message.eos_token_ids
         self.arrival_time = message.arrival_time
         self.priority = message.priority

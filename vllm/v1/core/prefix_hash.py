@@ -30,7 +30,7 @@ def _seed(salt: str, num_layers_to_run: int | None, is_long: bool) -> bytes:
 def extend_prefix_hashes(request: Request, num_tokens: int) -> None:
     """Hash the prefixes of ``request`` up to ``num_tokens`` tokens that are not hashed yet.
 
-    Entry i is the hash of the first ``HASH_TOKENS * (i + 1)`` tokens.
+    Entry i covers the first ``HASH_TOKENS * (i + 1)`` tokens, and how those are steered.
     """
     hashes = request.prefix_hashes
     num_hashes = num_tokens // HASH_TOKENS
@@ -42,5 +42,9 @@ def extend_prefix_hashes(request: Request, num_tokens: int) -> None:
     tokens = struct.pack(f"{len(token_ids)}q", *token_ids)
     step = 8 * HASH_TOKENS
     for offset in range(0, len(tokens), step):
-        digest = hashlib.sha256(digest + tokens[offset : offset + step]).digest()[:DIGEST_BYTES]
+        chunk = tokens[offset : offset + step]
+        if request.is_steered_by_part:  # the number of the prompt's tokens in it
+            start = HASH_TOKENS * len(hashes)
+            chunk += bytes([len(request.prompt_token_ids[start : start + HASH_TOKENS])])
+        digest = hashlib.sha256(digest + chunk).digest()[:DIGEST_BYTES]
         hashes.append(digest)

@@ -540,7 +540,8 @@ class GPUModelRunner:
         def run() -> torch.Tensor:
             embeds = None
             if self.pipeline.reads_embeddings(self.model):
-                embeds = self._input_embeds(batch, token_ids)
+                with set_forward_context(context):  # adapters change looked-up rows
+                    embeds = self._input_embeds(batch, token_ids)
             with self._contracts(batch, scheduled):
                 return self.forward(token_ids, positions, context, embeds)
 
