@@ -19,7 +19,13 @@ import vllm.ops
 from benchmarks import scheduler_alone, targets
 from tests.models.checkpoints import make_checkpoint
 from vllm.bench import linear_weights, profile, rounds
-from vllm.bench.contenders import CONTENDERS, Workload
+from vllm.bench.contenders import (
+    CONTENDERS,
+    Prompts,
+    Round,
+    TransformersContender,
+    Workload,
+)
 from vllm.bench.linear_weights import Form, LinearWeights, load_linear_weights
 from vllm.bench.models import find_model
 from vllm.entrypoints.cli.bench import bench
@@ -91,6 +97,8 @@ def test_table_and_json_say_the_same_and_add_up(
         (["--json", "/no/such/x.json"], "--json /no/such/x.json: there is no folder /no/such"),
         (["--peer", "transformers", "--output-len", "4"], "--output-len 4 with --peer"),
         (["--model", "nowhere"], "--model nowhere"),
+        (["--peer-python", "/no/python"], "--peer-python /no/python: there is no interpreter"),
+        (["--peer-python", "x", "--cpu-time"], "--peer-python x with --cpu-time: the seconds of"),
         (["--prompt-len", "99999999"], "--prompt-len 99999999 --output-len 1: max_model_len="),
     ],
 )
@@ -227,6 +235,34 @@ def test_targets_exit_status_follows_the_rows(
     assert status == (0 if rate["is_met"] and flatness["is_met"] else 1)
     table = capsys.readouterr().out
     assert table.count("MISSED") == sum(not row["is_met"] for row in rows)
+
+
+def test_transformers_is_asked_in_its_fastest_way(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """First the size of a batch, then all layers or selected ones, which are the same rows."""
+    seconds = {(1, True): 3.0, (2, True): 2.0, (4, True): 4.0, (2, False): 1.0}
+    asked: list[Any] = []
+
+    def run(self: Any, prompts: Prompts) -> Round:
+        asked.append(self._asked)
+        return Round(seconds[self._batch_size, self._asked is True])
+
+    with monkeypatch.context() as patched:
+        patched.setattr(TransformersContender, "run", run)
+        workload = Workload(checkpoint, 64, layer_ids=(3, 1), num_prompts=4, prompt_len=9)
+        contender = TransformersContender(workload)
+        assert contender.note == "batches of 2, selected layers" and contender._asked == [3, 1]
+        assert asked.count([3, 1]) == 1
+        seconds[2, False] = 5.0
+        assert TransformersContender(workload).note == "batches of 2, all layers"
+    assert contender.run(workload.prompts(1)).seconds > 0
+    ids = torch.tensor(workload.prompts(1)[:2])
+    selected, every = (
+        contender._model(input_ids=ids, output_hidden_states=form).hidden_states
+        for form in ([3, 1], True)
+    )
+    assert all(torch.equal(selected[i], every[i]) for i in (3, 1)) and selected[2] is None
 
 
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="no /proc here")

@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from benchmarks import gpu
+from tests.models.checkpoints import make_checkpoint
 from vllm.bench.peer import PeerMissing, Round, measure_peer
+from vllm.entrypoints.cli.bench import bench
 
 ROOT = Path(__file__).parents[2]
 ROUNDS = [Round([[1, 2], [3, 4]], 1), Round([[5, 6]], 3)]
@@ -40,6 +42,29 @@ class LLM:
         assert self.model == "/a/model" and not use_tqdm
         tokens = [prompt["prompt_token_ids"] for prompt in inputs]
         assert (tokens, params.max_tokens) in (([[1, 2], [3, 4]], 1), ([[5, 6]], 3))
+"""
+
+
+PACKAGE_OF_SLOW_PROMPTS = """
+import time
+
+__version__ = "9.9"
+
+
+class SamplingParams:
+    def __init__(self, **options):
+        assert options["max_tokens"] == 1 and options["temperature"] == 0
+
+
+class LLM:
+    def __init__(self, model, skip_tokenizer_init, **options):
+        sizes = {"max_num_seqs": 3, "max_model_len": 22, "max_num_batched_tokens": 32}
+        assert options == sizes, options
+        time.sleep(0.1)
+
+    def generate(self, inputs, params, use_tqdm):
+        time.sleep(len(inputs) * 0.1)
+        assert all(len(prompt["prompt_token_ids"]) == 20 for prompt in inputs)
 """
 
 
@@ -126,6 +151,29 @@ def test_a_row_of_the_benchmark(
     assert float(row["measured"]) > 0, row["note"]
     assert row["note"].startswith("vllm ") and str(ROOT / "vllm") in row["note"]
     assert row["note"] in capsys.readouterr().out
+
+
+def test_extraction_beside_it(
+    environment: Environment, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In the same rounds; a run of one step is not timed."""
+    checkpoint = make_checkpoint(tmp_path / "model", "llama", tokenizer=False)
+    arguments = ["extraction", "--model", str(checkpoint), "--rounds", "2", "--layers", "1"]
+    arguments += ["--prompts", "3", "--prompt-len", "20", "--max-num-batched-tokens", "32"]
+    arguments += ["--peer-python", str(environment.python)]
+    with pytest.raises(SystemExit) as ended:
+        bench(arguments)
+    missing = f"--peer-python {environment.python}: No module named 'vllm'"
+    assert ended.value.code == 2 and missing in capsys.readouterr().err
+    path = environment.install(PACKAGE_OF_SLOW_PROMPTS)
+    assert bench([*arguments, "--json", str(tmp_path / "result.json")]) == 0
+    (result,) = json.loads((tmp_path / "result.json").read_text())["results"]
+    measured = result["contenders"]["vllm"]
+    assert len(measured["seconds"]) == 2
+    assert all(0.3 <= seconds < 3 for seconds in measured["seconds"])
+    assert measured["note"] == f"vllm 9.9 of {path}"
+    assert result["speed_ratios"]["vllm"] > 0
+    assert "vLLM, no extraction" in capsys.readouterr().out
 
 
 def test_steps_take_time() -> None:

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
+from vllm.bench import peer
 from vllm.bench.linear_weights import LinearWeights, load_linear_weights
 from vllm.bench.profile import Profile, profile_run
 from vllm.platforms.interface import Platform
@@ -35,6 +36,8 @@ class Workload:
     max_num_batched_tokens: int = Platform.default_max_num_batched_tokens
     peer_batch_sizes: tuple[int, ...] = (1, 2, 4)
     """Batch sizes that transformers may choose from."""
+    peer_python: Path | None = None
+    """Interpreter that has vLLM."""
     storage_root: Path | None = None
     """Folder for the hidden-state files; None: the system's temporary folder."""
     engine_options: Mapping[str, Any] = field(default_factory=dict)
@@ -195,8 +198,9 @@ class PlainContender(EngineContender):
 class TransformersContender(Contender):
     """transformers with ``output_hidden_states`` and logits of the last position only.
 
-    It tries the batch sizes first and keeps the fastest. All prompts have the same length, so
-    a batch needs no padding. Nothing is written to disk.
+    It tries the batch sizes first and keeps the fastest, then whether it is faster to ask for the
+    states of all layers or of those that count. All prompts have the same length, so a batch needs
+    no padding. Nothing is written to disk.
     """
 
     # torch as it is without this package's setting (vllm/platforms/cpu.py).
@@ -212,10 +216,16 @@ class TransformersContender(Contender):
         sizes = [n for n in workload.peer_batch_sizes if n <= workload.num_prompts]
         trial = workload.prompts(seed=0)[: max(sizes)]
         self._batch_size = sizes[0]
+        self._asked: bool | list[int] = True
+        self.run(trial)
         if len(sizes) > 1:
-            self.run(trial)
-            self._batch_size = min(sizes, key=lambda size: self._seconds_with(size, trial))
-        self.note = f"batches of {self._batch_size}"
+            self._batch_size = min(sizes, key=lambda size: self._seconds_with(size, True, trial))
+        forms: tuple[bool | list[int], ...] = (True, list(self._layer_ids))
+        self._asked = min(
+            forms, key=lambda asked: self._seconds_with(self._batch_size, asked, trial)
+        )
+        layers = "all layers" if self._asked is True else "selected layers"
+        self.note = f"batches of {self._batch_size}, {layers}"
 
     def _load_model(self, checkpoint: Path) -> Any:
         from transformers import AutoModelForCausalLM
@@ -224,8 +234,8 @@ class TransformersContender(Contender):
             checkpoint, dtype="auto", attn_implementation="sdpa"
         )
 
-    def _seconds_with(self, batch_size: int, prompts: Prompts) -> float:
-        self._batch_size = batch_size
+    def _seconds_with(self, batch_size: int, asked: bool | list[int], prompts: Prompts) -> float:
+        self._batch_size, self._asked = batch_size, asked
         return self.run(prompts).seconds
 
     @torch.inference_mode()
@@ -235,13 +245,52 @@ class TransformersContender(Contender):
             batch = torch.tensor(prompts[first : first + self._batch_size])
             batch = batch.to(self._model.device)
             output = self._model(
-                input_ids=batch, use_cache=False, output_hidden_states=True, logits_to_keep=1
+                input_ids=batch,
+                use_cache=False,
+                output_hidden_states=self._asked,
+                logits_to_keep=1,
             )
             rows = torch.stack([output.hidden_states[i] for i in self._layer_ids], dim=2)
             del output, rows
         if self._model.device.type != "cpu":
             torch.accelerator.synchronize()
         return Round(self._now() - start)
+
+
+class PeerContender(Contender):
+    """vLLM without extraction, in an interpreter of its own.
+
+    Each round loads the model anew and fills one step first; neither is timed. vLLM keeps its
+    defaults, but for sizes. PeerMissing: the interpreter does not have it.
+    """
+
+    MOST_SECONDS = 3600.0
+    """Seconds that loading and a round may take."""
+
+    def __init__(self, workload: Workload) -> None:
+        self._workload = workload
+        self.note = self._measure(()).name
+
+    def run(self, prompts: Prompts) -> Round:
+        return Round(self._measure((prompts,)).seconds[-1])
+
+    def _measure(self, rounds: tuple[Prompts, ...]) -> peer.Measured:
+        workload = self._workload
+        assert workload.peer_python is not None
+        options = {
+            "max_num_seqs": workload.num_prompts,
+            "max_model_len": workload.max_model_len,
+            "max_num_batched_tokens": workload.max_num_batched_tokens,
+        }
+        num_tokens = max(workload.output_len, 1)  # vLLM generates one at least
+        prompts = [workload.warm_up_prompts(), *rounds]
+        return peer.measure_peer(
+            workload.peer_python,
+            workload.checkpoint,
+            options,
+            [peer.Round(each, num_tokens) for each in prompts],
+            self.MOST_SECONDS,
+        )
 
 
 class BoundContender(Contender):
@@ -287,5 +336,6 @@ CONTENDERS: dict[str, type[Contender]] = {
     "extraction": EngineContender,
     "plain": PlainContender,
     "transformers": TransformersContender,
+    "vllm": PeerContender,
     "bound": BoundContender,
 }

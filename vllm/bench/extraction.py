@@ -23,6 +23,7 @@ LABELS = {
     "extraction": "this engine",
     "plain": "this engine, no extraction",
     "transformers": "transformers",
+    "vllm": "vLLM, no extraction",
     "bound": "bound: linear layers alone",
 }
 

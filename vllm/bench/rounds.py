@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, Self
 from unittest import mock
 
 from vllm.bench.contenders import Contender, Prompts, Round, Workload
+from vllm.bench.peer import PeerMissing
 from vllm.bench.profile import Profile
 from vllm.platforms import get_platform
 
@@ -44,7 +45,7 @@ class Measurement:
     bytes_written: int = 0
     """Bytes written in one round."""
     peak_memory_bytes: int = 0
-    """Largest resident set of its process."""
+    """Largest resident set of its process, or of one that it started and waited for."""
     note: str = ""
     profile: Profile | None = None
 
@@ -59,7 +60,8 @@ class Measurement:
 
 
 def _peak_bytes() -> int:
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    whose = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+    peak = max(resource.getrusage(who).ru_maxrss for who in whose)
     return peak if sys.platform == "darwin" else peak * 1024
 
 
@@ -75,6 +77,8 @@ def _serve(entry: Entry, pipe: Connection) -> None:
             pipe.send((getattr(contender, method)(prompts), _peak_bytes()))
     except (EOFError, KeyboardInterrupt):
         pass
+    except PeerMissing as missing:
+        pipe.send(missing)
     except BaseException:
         pipe.send(RuntimeError(f"{entry.name} failed:\n{traceback.format_exc()}"))
     finally:
@@ -101,7 +105,7 @@ class ContenderProcess:
         except EOFError:
             name = self.entry.name
             raise RuntimeError(f"{name}: its process ended without an answer") from None
-        if isinstance(answer, RuntimeError):
+        if isinstance(answer, RuntimeError | PeerMissing):
             raise answer
         return answer
 

@@ -34,6 +34,9 @@ class BenchOptions:
     nemotron-h-0.5b, mamba2-370m."""
     peer: Literal["none", "transformers"] = "none"
     """Another package to measure as well."""
+    peer_python: Annotated[Path | None, Option(metavar="FILE")] = None
+    """Interpreter of an environment that has vLLM, which is measured as well, without extraction:
+    it runs the prompts. It loads the model once a round."""
     model_impl: Literal["auto", "vllm", "transformers"] = "auto"
     """Implementation of the model in this engine: its own class, or transformers' module on its
     pool."""
@@ -75,6 +78,13 @@ class BenchOptions:
                 raise ValueError(f"--{option} {getattr(self, option)}: there is no folder {folder}")
         if self.output_len < 0:
             raise ValueError(f"--output-len {self.output_len}: use 0 or more")
+        if self.peer_python is not None and self.cpu_time:
+            raise ValueError(
+                f"--peer-python {self.peer_python} with --cpu-time: the seconds of another package "
+                "are those of the clock; leave one out"
+            )
+        if self.peer_python is not None and not os.access(self.peer_python, os.X_OK):
+            raise ValueError(f"--peer-python {self.peer_python}: there is no interpreter")
         if self.peer != "none" and self.output_len > 1:
             raise ValueError(
                 f"--output-len {self.output_len} with --peer {self.peer}: the peer only runs the "
@@ -104,8 +114,12 @@ def bench(arguments: Sequence[str]) -> int:
     """Run ``vllm bench ARGUMENTS``; returns the exit status."""
     parser = build_bench_parser()
     args = parser.parse_args(arguments)
+    from vllm.bench.peer import PeerMissing
+
     try:
         run_extraction(BenchOptions(**given_options(BenchOptions, args)))
+    except PeerMissing as missing:
+        parser.exit(2, f"vllm bench: --peer-python {missing}\n")
     except ValueError as error:
         parser.exit(2, f"vllm bench: {error}\n")
     return 0
@@ -123,7 +137,8 @@ def run_extraction(args: BenchOptions) -> None:
 
     models = [find_model(model, args.cache_dir or DEFAULT_CACHE) for model in args.model]
     workloads = [_workload(args, model) for model in models]
-    others = (*(["plain"] if args.plain else []), *([] if args.peer == "none" else [args.peer]))
+    chosen = {"plain": args.plain, args.peer: args.peer != "none", "vllm": args.peer_python}
+    others = tuple(name for name, is_chosen in chosen.items() if is_chosen)
     results = []
     print(machine_line(), flush=True)
     for model, workload in zip(models, workloads, strict=True):
@@ -150,6 +165,7 @@ def _workload(args: BenchOptions, model: BenchmarkModel) -> Workload:
         prompt_len=args.prompt_len,
         output_len=args.output_len,
         max_num_batched_tokens=args.max_num_batched_tokens,
+        peer_python=args.peer_python,
         storage_root=args.storage,
         engine_options={"model_impl": args.model_impl},
         counts_cpu_time=args.cpu_time,
