@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.models.checkpoints import make_checkpoint
 from vllm import plugins
-from vllm.config import identity
+from vllm.config import code_identity, identity
 from vllm.config.identity import value_identity
 from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.extract.options import ExtractOptions
@@ -258,6 +258,19 @@ def test_what_is_set_on_a_registered_class(
             found.append(of(folder))
     assert found[1] == found[3]
     assert found[0] != found[1] != found[2] != found[0]
+
+
+def test_a_class_of_another_package_counts_by_its_own_file(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All files of transformers would take half a minute to find."""
+    counted: list[set[Path]] = []
+    monkeypatch.setattr(code_identity, "digest_of_files", lambda files, _: counted.append(files))
+    monkeypatch.setattr(Changed, "added", transformers.LlamaModel, raising=False)
+    code_identity.code_of(Changed)
+    (files,) = counted
+    own = Path(str(sys.modules[transformers.LlamaModel.__module__].__file__))
+    assert own in files and sum("transformers" in file.parts for file in files) < 20
 
 
 class OwnConfig(transformers.LlamaConfig):  # type: ignore[misc]

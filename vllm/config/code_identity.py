@@ -49,7 +49,7 @@ def code_of(one: type) -> str:
         if package not in _LARGE:
             files |= _files_used_by(base.__module__)
             for module in _attributes(base, attributes):
-                files |= _files_used_by(module)
+                files |= _files_of_value(module, package)
     return digest_of_files(files, attributes)
 
 
@@ -166,6 +166,15 @@ def _files_used_by(module: str) -> set[Path]:
             elif isinstance(value, type | FunctionType):
                 todo.append(value.__module__)
     return files
+
+
+def _files_of_value(module: str, package: str) -> set[Path]:
+    """The files that count of a module with a value of a class in ``package``: of another installed
+    package only the module's own, because all that it imports takes half a minute to find."""
+    other, file = module.partition(".")[0], _file_of(module)
+    if other == package or not (other in _LARGE or _is_installed(file)):
+        return _files_used_by(module)
+    return {file} if file is not None and other not in _WITHOUT_CODE else set()
 
 
 def _is_installed(file: Path | None) -> bool:
