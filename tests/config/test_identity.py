@@ -232,6 +232,8 @@ SET: dict[str, Callable[[float], Any]] = {
     "numbers": lambda x: [1, {"a": (2, x)}],
     "names": lambda x: {"a", str(x)},
     "tensor": lambda x: torch.tensor(x),
+    "complex tensor": lambda x: torch.tensor([complex(1, x)]).conj(),
+    "large number": lambda x: torch.tensor(2**53 + int(2 * x)),
     "class": lambda x: LlamaForCausalLM if x > 2 else transformers.LlamaModel,
     "function": lambda x: _times if x > 2 else _wrapped,
     "closure": _times,

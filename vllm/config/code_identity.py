@@ -108,6 +108,11 @@ def _function_parts(function: FunctionType) -> Iterator[Any]:
     yield from (one.cell_contents for one in function.__closure__ or () if one != CellType())
 
 
+def _bytes_of(tensor: torch.Tensor) -> bytes:
+    dense = tensor.detach().cpu().to_dense().resolve_conj().resolve_neg().contiguous()
+    return dense.reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
 def _other_parts(value: Any) -> Iterable[Any]:
     if is_dataclass(value):
         return [getattr(value, field.name) for field in fields(value)]
@@ -119,7 +124,7 @@ _PARTS: tuple[tuple[Any, Callable[[Any], Iterable[Any]]], ...] = (
     (list | tuple | set | frozenset, iter),
     (Mapping, lambda one: one.items()),
     (np.ndarray, lambda one: (one.dtype.str, one.shape, one.tobytes())),
-    (torch.Tensor, lambda one: (one.dtype, one.detach().cpu().double().numpy())),
+    (torch.Tensor, lambda one: (one.dtype, one.shape, _bytes_of(one))),
     (FunctionType, _function_parts),
     (CodeType, lambda one: (one.co_code, one.co_names, one.co_consts)),
     (property, lambda one: (one.fget, one.fset, one.fdel)),
