@@ -34,7 +34,7 @@ def test_layers_as_they_come(checkpoint: Checkpoint) -> None:
     prompts = random_prompts(1, LENGTHS)
     with engine(checkpoint("llama")) as llm:
         expected = rows(llm, prompts, [2])
-        for layers in (2, np.int64(2), "2", [np.int32(2)], range(2, 3), np.array([2])):
+        for layers in (2, np.int64(2), "2", [np.int32(2)], range(2, 3), np.array([2]), iter([2])):
             for one, other in zip(rows(llm, prompts, layers), expected, strict=True):
                 assert torch.equal(one, other)
         sample = next(llm.extract(prompts, 2))

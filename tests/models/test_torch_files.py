@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from tests.engine.harness import engine, greedy, random_prompts
 from tests.models import zoo
@@ -99,6 +99,20 @@ def test_which_of_two_formats_is_read(tmp_path: Path) -> None:
     (folder / "model.safetensors").unlink()
     with pytest.raises(ValueError, match=r"no \.safetensors files.*pytorch_model\.bin.*'safetens"):
         find_weight_files(folder, "safetensors")
+
+
+def test_a_value_head_beside_torch_files(tmp_path: Path) -> None:
+    """As trainers of rewards write it; the dtype is that of the model's weights as well."""
+    folder = make_checkpoint(tmp_path, "llama", dtype=torch.float16, tokenizer=False)
+    expected = last_stream(folder)
+    write(folder, read(folder), "shards")
+    save_file({"v_head.weight": torch.ones(64)}, folder / "a_value_head.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "dtype": None}))
+    assert all(file.suffix == ".bin" for file in find_weight_files(folder))
+    assert [file.suffix for file in find_weight_files(folder, "safetensors")] == [".safetensors"]
+    assert stored_dtype(str(folder)) == torch.float16
+    assert torch.equal(last_stream(folder), expected)
 
 
 def test_dtype_is_that_of_the_file(tmp_path: Path) -> None:

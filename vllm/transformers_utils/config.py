@@ -19,7 +19,13 @@ from vllm.transformers_utils.config_entries import check_entries
 from vllm.utils.lazy_modules import only_what_configs_need
 from vllm.utils.regular_files import check_files, check_regular
 from vllm.utils.text import brief, message_of, parse_json
-from vllm.utils.weight_files import check_not_adapter, not_a_model, read_torch_file, torch_files
+from vllm.utils.weight_files import (
+    check_not_adapter,
+    find_weight_files,
+    is_safetensors,
+    not_a_model,
+    read_torch_file,
+)
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -287,16 +293,16 @@ def _find_file(
 def stored_dtype(model: str) -> torch.dtype | None:
     """Return the dtype of most numbers in a local checkpoint's first weight file, or None."""
     folder = Path(model).expanduser()
-    files = sorted(folder.glob("*.safetensors"))
     numbers: Counter[torch.dtype | None] = Counter()
     with suppress(SafetensorError, ValueError, OSError):  # damaged: loading it will say so
-        for path in files[:1]:
+        path = find_weight_files(folder)[0]
+        if not is_safetensors(path):
+            for tensor in read_torch_file(path, shapes_only=True).values():
+                numbers[tensor.dtype] += tensor.numel()
+        else:
             with safe_open(path, framework="pt") as file:
                 for part in map(file.get_slice, file.keys()):
                     dtype = _SAFETENSORS_DTYPES.get(part.get_dtype())
                     numbers[dtype] += math.prod(part.get_shape())
-        for path in [] if files else torch_files(folder)[:1]:
-            for tensor in read_torch_file(path, shapes_only=True).values():
-                numbers[tensor.dtype] += tensor.numel()
     known = set(_SAFETENSORS_DTYPES.values())
     return next((dtype for dtype, _ in numbers.most_common() if dtype in known), None)

@@ -41,10 +41,10 @@ _ARCHIVE_BYTES = 512
 
 def find_weight_files(folder: Path, load_format: str = "auto") -> list[Path]:
     """The files with the weights, all of one format: safetensors if there are any, unless
-    ``load_format`` says otherwise."""
+    ``load_format`` says otherwise, or only torch's files are named as a model's weights are."""
     check_files(folder)  # also of the hub's cache, whose links may have lost their files
     found: list[Path] = []
-    if load_format != "pt":
+    if load_format != "pt" and not (load_format == "auto" and _only_torch_files_are_named(folder)):
         found = _safetensors_files(folder)
     if load_format != "safetensors":
         found = found or _indexed_torch_files(folder)
@@ -58,6 +58,18 @@ def find_weight_files(folder: Path, load_format: str = "auto") -> list[Path]:
         wanted = endings or ".safetensors or .bin"
         raise ValueError(f"no {wanted} files in the checkpoint folder {folder}{hint}")
     return found
+
+
+def has_named_safetensors(folder: Path) -> bool:
+    """True if a folder has safetensors files, or an index of them, named as a model's weights are.
+
+    Other files may hold something else: a value head, a projection.
+    """
+    return (folder / INDEX_FILES[0]).is_file() or any(folder.glob("model*.safetensors"))
+
+
+def _only_torch_files_are_named(folder: Path) -> bool:
+    return not has_named_safetensors(folder) and any(folder.glob("pytorch_model*.bin"))
 
 
 def _safetensors_files(folder: Path) -> list[Path]:

@@ -13,7 +13,13 @@ from safetensors import SafetensorError, safe_open
 
 from vllm.logger import init_logger
 from vllm.utils.text import parse_json
-from vllm.utils.weight_files import index_of, is_safetensors, read_torch_file, weight_map
+from vllm.utils.weight_files import (
+    has_named_safetensors,
+    index_of,
+    is_safetensors,
+    read_torch_file,
+    weight_map,
+)
 
 if TYPE_CHECKING:
     from vllm.config import LoadConfig, ModelConfig
@@ -58,7 +64,7 @@ def checkpoint_folder(
         wanted = ["safetensors", "pt"]
     for load_format in wanted:
         folder = _fetched(model_config, load_config, _ALLOW_PATTERNS[load_format], fetches)
-        if any(folder.glob("*.safetensors")):
+        if has_named_safetensors(folder):
             break
     return folder
 

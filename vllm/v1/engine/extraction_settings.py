@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, Literal, NamedTuple, cast
 
 import torch
 
-from vllm.hidden_states.layer_ids import Layers
+from vllm.hidden_states.layer_ids import Layers, layer_items
 from vllm.hidden_states.names import MOST_LOGPROBS, Pooling
 from vllm.hidden_states.sample import check_pooling
 from vllm.lora.request import LoRARequest
@@ -68,6 +68,8 @@ class ExtractionSettings:
     """All prompts begin together, so that their values are of the same weights."""
 
     def __post_init__(self) -> None:
+        if isinstance(self.layers, Iterator):  # which every prompt of the call reads
+            object.__setattr__(self, "layers", layer_items(self.layers))
         if self.on_error not in ("raise", "yield"):
             raise ValueError(f'on_error={self.on_error!r}: use "raise" or "yield"')
         most: object = self.max_in_flight
