@@ -68,8 +68,9 @@ class ExtractionSettings:
     """All prompts begin together, so that their values are of the same weights."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.layers, Iterator):  # which every prompt of the call reads
-            object.__setattr__(self, "layers", layer_items(self.layers))
+        layers: Any = self.layers
+        if isinstance(layers, Iterator):  # which every prompt of the call reads
+            object.__setattr__(self, "layers", layer_items(layers))
         if self.on_error not in ("raise", "yield"):
             raise ValueError(f'on_error={self.on_error!r}: use "raise" or "yield"')
         most: object = self.max_in_flight
