@@ -111,7 +111,7 @@ def preset_layer_ids(num_hidden_layers: int) -> dict[str, tuple[LayerId, ...] | 
     return presets
 
 
-def layer_items(spec: Layers) -> tuple[int | str, ...]:
+def layer_items(spec: Layers | Iterable[int | str]) -> tuple[int | str, ...]:
     """Return the items of ``spec``, which can be hashed, as numbers and texts of Python's own
     classes."""
     if isinstance(spec, str):
