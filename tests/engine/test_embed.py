@@ -23,7 +23,7 @@ from vllm.v1.engine.pooling import Pooler, PoolingOptions
 
 Checkpoint = Callable[..., Path]
 NEWER = "sentence_transformers.sentence_transformer.modules.normalize.Normalize"
-PROMPTS = random_prompts(57, [1, 17, 40, 97, 33])
+PROMPTS = random_prompts(58, [1, 17, 40, 97, 33])
 IDS = [prompt["prompt_token_ids"] for prompt in PROMPTS]
 POOLED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "last": lambda rows: rows[-1],

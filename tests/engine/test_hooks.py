@@ -30,7 +30,7 @@ MIXED = [
     "blocks.2.hook_resid_post",
 ]
 PARALLEL = {"cohere", "falcon"}
-NOT_PLAIN_SUMS = {"minimax", "openai_gpt", "gemma4_moe"}
+NOT_PLAIN_SUMS = {"minimax", "openai_gpt", "gemma4", "gemma4_moe", "gemma4_vl"}
 """Families whose blocks do more than add branches to the stream."""
 
 
