@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from vllm.transformers_utils.answer_spans import chat_answers
 from vllm.transformers_utils.chat_rendering import Rendering, marks_answers
-from vllm.transformers_utils.chat_template import chat_text, load_chat_template
+from vllm.transformers_utils.chat_template import chat_text, load_chat_template, unread_fields
 
 TOKENIZER: Any = PreTrainedTokenizerFast(
     tokenizer_object=Tokenizer(WordLevel({"<unk>": 0}, unk_token="<unk>")), unk_token="<unk>"
@@ -519,3 +519,22 @@ def test_values_that_would_be_written_as_their_type_are_refused(value: Any) -> N
             render(messages, WRITES, **options)
     unread = [{"role": "user", "content": "a", "created": value, "score": np.float32(0.5)}]
     assert render(unread, WRITES).endswith("<user>a")
+
+
+@pytest.mark.parametrize(
+    ("template", "unread"),
+    [
+        ("{{ messages }}", ["tools", "chat_template_kwargs.thinking", "chat_template_kwargs.mood"]),
+        ("{% if not tools is defined %}{% set tools = none %}{% endif %}{{ thinking }}",
+         ["chat_template_kwargs.mood"]),
+        ("{% macro all() %}{{ tools or [] }}{{ mood }}{% endmacro %}{% generation %}{{ all() }}"
+         "{% endgeneration %}{% for thinking in messages %}{{ thinking }}{% endfor %}",
+         ["chat_template_kwargs.thinking"]),
+    ],
+)  # fmt: skip
+def test_fields_that_a_template_does_not_read(template: str, unread: list[str]) -> None:
+    options = {"tools": [{"function": {"name": "f"}}], "chat_template": template}
+    variables = {"thinking": True, "mood": "calm"}
+    found = unread_fields(TOKENIZER, **options, chat_template_kwargs=variables)  # type: ignore[arg-type]
+    assert found == unread
+    assert unread_fields(TOKENIZER, chat_template="{{ messages }}", tools=[]) == []

@@ -11,8 +11,10 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from jinja2 import Environment, TemplateError, TemplateSyntaxError, nodes
 from jinja2.ext import Extension, loopcontrols
+from jinja2.meta import find_undeclared_variables
 from jinja2.parser import Parser
 
+from vllm.logger import init_logger
 from vllm.transformers_utils.chat_forms import PROBE_TOOLS, TemplateForms
 from vllm.transformers_utils.chat_messages import (
     REASONING_FIELDS,
@@ -27,6 +29,8 @@ from vllm.transformers_utils.chat_nulls import check_arguments, check_tools, che
 from vllm.transformers_utils.chat_outline import Marked, Outline, mark_messages, read_outline
 from vllm.transformers_utils.tokenizer import TokenizerLike
 from vllm.utils.text import brief
+
+logger = init_logger(__name__)
 
 _RESERVED_VARIABLES = frozenset(
     {
@@ -46,6 +50,9 @@ _RESERVED_VARIABLES = frozenset(
 )
 """Names that ``chat_template_kwargs`` cannot set, since fields of the request set them."""
 _FIXED_FORMS = {"string": ContentForm(True, False), "openai": ContentForm(False, True)}
+_MOST_TOLD = 200
+_told: set[str] = set()
+"""Fields without effect that the log has named."""
 _MOST_OUTLINES = 512
 _MOST_KNOWN = 64
 
@@ -151,6 +158,15 @@ def _reasoning_fields(template: str) -> tuple[str, ...]:
     return tuple(field for field in REASONING_FIELDS if field in named)
 
 
+@lru_cache(maxsize=64)
+def _variables(template: str) -> frozenset[str] | None:
+    """Return the names of the variables that a template reads. None: they are not known."""
+    try:
+        return frozenset(find_undeclared_variables(_parse(template)))
+    except (TemplateError, RecursionError):
+        return None
+
+
 def _show_marks(template: str, signs: str) -> str:
     """Return a template that writes ``signs``, two characters, around what ``template`` marks.
 
@@ -241,6 +257,19 @@ class Rendering:
         self._own_template = chat_template
         self._renders_itself = _renders_itself(tokenizer)
         self._template = self._choose_template(chat_template)
+        for name in (one[:100] for one in self.unread):
+            if name not in _told and len(_told) < _MOST_TOLD:  # clients choose the names
+                _told.add(name)
+                logger.warning("The chat template does not read %r, which has no effect", name)
+
+    @property
+    def unread(self) -> list[str]:
+        """Fields of the request that have no effect, because the template does not read them."""
+        read = None if self._renders_itself else _variables(self._template)
+        if read is None:
+            return []
+        tools = [] if "tools" in read or not self._tools else ["tools"]
+        return tools + [f"chat_template_kwargs.{x}" for x in self._variables if x not in read]
 
     @property
     def has_marks(self) -> bool:

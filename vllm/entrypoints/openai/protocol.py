@@ -39,6 +39,10 @@ MAX_MESSAGES = 16384
 MAX_TOOLS = 1024
 MAX_HOOKS = 1024
 MAX_STEERING = 1024
+_LABELS = frozenset(
+    {"user", "safety_identifier", "prompt_cache_key", "metadata", "store", "service_tier"}
+)
+"""Fields of OpenAI's API that change no answer."""
 _names_logged: set[str] = set()
 
 
@@ -265,7 +269,7 @@ def told_of_unknown(names: list[str], is_strict: bool) -> list[str]:
 def _unknown_fields(body: BaseModel, prefix: str = "") -> Iterator[str]:
     """Yield the names of the fields that are set and not known, also those of objects in it."""
     for name, value in (body.__pydantic_extra__ or {}).items():
-        if value is not None:
+        if value is not None and prefix + name not in _LABELS:
             yield prefix + name
     for name, value in body:
         if isinstance(value, BaseModel):
@@ -517,8 +521,6 @@ class EmbeddingRequest(PooledBody):
     """The state of the last token, or the mean of all; by default what the checkpoint says."""
     normalize: bool | None = None
     """Give vectors the length 1; by default what the checkpoint says, else true."""
-    user: str | None = None
-    """Accepted, without effect."""
 
 
 class PoolingRequest(EmbeddingRequest, ClassificationRequest):

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from vllm.entrypoints.openai.errors import bad_request
+from vllm.entrypoints.openai.errors import bad_form, bad_request
 from vllm.entrypoints.openai.protocol import (
+    MAX_ERRORS_TOLD,
     ChatCompletionRequest,
     ChatFields,
     CompletionRequest,
@@ -21,7 +22,7 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.steering import SteeringVector, lens
 from vllm.transformers_utils.answer_masks import MaskRule
 from vllm.transformers_utils.answer_spans import render_masked
-from vllm.transformers_utils.chat_template import ChatOptions, chat_text
+from vllm.transformers_utils.chat_template import ChatOptions, chat_text, unread_fields
 
 if TYPE_CHECKING:
     from vllm.entrypoints.openai.state import ServerState
@@ -139,6 +140,19 @@ def render_with_mask(
     options = _chat_options(state, body)
     rendered, mask = render_masked(state.engine.get_tokenizer(), listed, rule, **options)
     return ParsedPrompt(rendered.get("prompt"), rendered["prompt_token_ids"]), mask.tolist()
+
+
+def told_of_unread(state: ServerState, fields: ChatFields) -> list[str]:
+    """Return texts about fields that the chat template does not read. Raises ApiError with
+    ``--strict-requests`` if there are any, or ValueError if no conversation can be rendered."""
+    names = unread_fields(state.engine.get_tokenizer(), **_chat_options(state, fields))
+    if names and state.settings.strict_requests:
+        problem = "the chat template does not read it; leave it out (--strict-requests)"
+        raise bad_form(*((f"body.{name:.100}", problem) for name in names[:MAX_ERRORS_TOLD]))
+    return [
+        f"the field {name[:100]!r} has no effect: the chat template does not read it"
+        for name in names[:MAX_ERRORS_TOLD]
+    ]
 
 
 def _chat_options(state: ServerState, fields: ChatFields) -> ChatOptions:
