@@ -438,6 +438,10 @@ class ChatFields(Described):
     """Not accepted: the server's template is always used."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Variables for the chat template."""
+    documents: list[dict[str, Any]] | None = None
+    """The variable of this name: texts to answer from, for templates that read them."""
+    reasoning_effort: str | None = None
+    """The variable of this name, such as ``"low"``."""
 
 
 Messages = Annotated[list[Message], Field(fail_fast=True, max_length=MAX_MESSAGES)]

@@ -159,6 +159,11 @@ def _chat_options(state: ServerState, fields: ChatFields) -> ChatOptions:
     """Return the options of a rendering; raises ApiError if the request has its own template."""
     if fields.chat_template is not None:
         raise bad_request("chat_template: this server does not take templates from requests")
+    variables = dict(fields.chat_template_kwargs or {})
+    for name in ("documents", "reasoning_effort"):
+        value = getattr(fields, name)
+        if value is not None and variables.setdefault(name, value) != value:
+            raise bad_request(f"{name} is also in chat_template_kwargs: give it once")
     continues = bool(fields.continue_final_message)
     adds_prompt = fields.add_generation_prompt
     return {
@@ -167,7 +172,7 @@ def _chat_options(state: ServerState, fields: ChatFields) -> ChatOptions:
         "add_generation_prompt": not continues if adds_prompt is None else adds_prompt,
         "continue_final_message": continues,
         "tools": fields.tools or None,
-        "chat_template_kwargs": fields.chat_template_kwargs,
+        "chat_template_kwargs": variables,
     }
 
 
