@@ -113,7 +113,8 @@ class Chat(Generation[ChatCompletionRequest]):
         message, fields = AnswerMessage(content=completion.text), self._fields(news)
         if self._tool_parser is not None:
             message.content, calls = self._tool_parser.parse(completion.text)
-            message.tool_calls = calls or None
+            has_more = self.body.parallel_tool_calls is not False
+            message.tool_calls = (calls if has_more else calls[:1]) or None
             if calls and completion.finish_reason == "stop":
                 fields["finish_reason"] = "tool_calls"
         return ChatChoice(**fields, message=message)
@@ -140,6 +141,8 @@ class Chat(Generation[ChatCompletionRequest]):
         delta, fields = Delta(content=completion.text), self._fields(news)
         if parser is not None:
             content, calls = parser.push(completion.text, is_last=reason is not None)
+            if self.body.parallel_tool_calls is False:
+                calls = [call for call in calls if call.index == 0]
             delta = Delta(content=content or None, tool_calls=calls or None)
             if parser.num_calls and reason == "stop":
                 fields["finish_reason"] = "tool_calls"

@@ -460,6 +460,8 @@ class ChatCompletionRequest(ChatFields, GenerationBody):
     """Number of most likely tokens to report at each position, with ``logprobs``."""
     tool_choice: ToolChoice | None = None
     """"auto" (the default) or "none"."""
+    parallel_tool_calls: bool | None = None
+    """False: the answer has at most one tool call, the first that the model writes."""
 
 
 class SteeringVectorsRequest(Body):
