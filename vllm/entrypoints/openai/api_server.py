@@ -50,7 +50,7 @@ from vllm.entrypoints.openai.protocol import (
     TokenizeBody,
     TokenizeRequest,
 )
-from vllm.entrypoints.openai.request_prompts import render, told_of_unread
+from vllm.entrypoints.openai.request_prompts import render, told_of_no_chat, told_of_unread
 from vllm.entrypoints.openai.responses import (
     ChatChunk,
     ChatCompletionResponse,
@@ -307,6 +307,7 @@ def _tokenize(state: ServerState, body: TokenizeRequest) -> TokenizeResponse:
         rendered = render(state, body.messages, body, adds_special, may_be_long=True)
         token_ids = rendered.token_ids or []
     elif body.prompt is not None:
+        told_of_no_chat(state, body)
         adds_special = body.add_special_tokens is not False
         token_ids = tokenizer.encode(body.prompt, add_special_tokens=adds_special, verbose=False)
     else:

@@ -146,13 +146,21 @@ def told_of_unread(state: ServerState, fields: ChatFields) -> list[str]:
     """Return texts about fields that the chat template does not read. Raises ApiError with
     ``--strict-requests`` if there are any, or ValueError if no conversation can be rendered."""
     names = unread_fields(state.engine.get_tokenizer(), **_chat_options(state, fields))
+    return _told(state, names, "the chat template does not read it")
+
+
+def told_of_no_chat(state: ServerState, fields: ChatFields) -> list[str]:
+    """Return the same about fields for conversations in a request without one."""
+    names = [name for name in ChatFields.model_fields if getattr(fields, name)]
+    return _told(state, names, "there are no messages")
+
+
+def _told(state: ServerState, names: Sequence[str], reason: str) -> list[str]:
+    names = names[:MAX_ERRORS_TOLD]
     if names and state.settings.strict_requests:
-        problem = "the chat template does not read it; leave it out (--strict-requests)"
-        raise bad_form(*((f"body.{name:.100}", problem) for name in names[:MAX_ERRORS_TOLD]))
-    return [
-        f"the field {name[:100]!r} has no effect: the chat template does not read it"
-        for name in names[:MAX_ERRORS_TOLD]
-    ]
+        problem = f"{reason}; leave it out (--strict-requests)"
+        raise bad_form(*((f"body.{name:.100}", problem) for name in names))
+    return [f"the field {name[:100]!r} has no effect: {reason}" for name in names]
 
 
 def _chat_options(state: ServerState, fields: ChatFields) -> ChatOptions:
