@@ -56,7 +56,7 @@ def test_the_reply_tells_what_the_template_does_not_read(http: httpx.Client) -> 
     ending = "has no effect: the chat template does not read it"
     names = ("tools", "chat_template_kwargs.enable_thinking")
     assert answer["warnings"] == [f"the field {name!r} {ending}" for name in names]
-    none = {"chat_template_kwargs": {}, "tools": []}
+    none = {"chat_template_kwargs": {}, "tools": [], "documents": []}
     assert "warnings" not in http.post("/v1/chat/completions", json=UNREAD | none).json()
 
 

@@ -170,7 +170,7 @@ def _chat_options(state: ServerState, fields: ChatFields) -> ChatOptions:
     variables = dict(fields.chat_template_kwargs or {})
     for name in ("documents", "reasoning_effort"):
         value = getattr(fields, name)
-        if value is not None and variables.setdefault(name, value) != value:
+        if value and variables.setdefault(name, value) != value:
             raise bad_request(f"{name} is also in chat_template_kwargs: give it once")
     continues = bool(fields.continue_final_message)
     adds_prompt = fields.add_generation_prompt
