@@ -216,7 +216,7 @@ SteeringField = Annotated[
 ]
 
 
-LensOption = str | bool | list[Any]
+LensOption = str | Annotated[bool, Strict()] | list[Any]
 """An option of vllm-lens, which its client sends as JSON in a text."""
 
 
