@@ -226,6 +226,11 @@ ANSWERS = [
         '<tool_call>{"name": "g", "arguments": "no JSON"}</tool_call>',
         [],
     ),
+    (  # the closing tag is missing
+        f'<tool_call>{{"name": "g", "arguments": {{"a": "<tool_call>"}}}}\n{CALL}',
+        None,
+        [("g", {"a": "<tool_call>"}), ("f", {"city": "Köln", "n": [1]})],
+    ),
     ("", "", []),
 ]
 
