@@ -146,6 +146,28 @@ def test_every_field_of_a_message_reaches_the_template(server: Any, http: httpx.
     assert seen[2] == {"role": "tool", "tool_call_id": "1", "content": "done"}
 
 
+def test_documents_and_effort_reach_the_template(server: Any, http: httpx.Client) -> None:
+    """They are fields of vLLM's and OpenAI's requests, and variables of templates."""
+    fields = {"documents": [{"title": "t"}], "reasoning_effort": "low"}
+    said = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    server.state.chat_template = "{{ documents | tojson }}{{ reasoning_effort }}" + said
+    try:
+        found = [
+            http.post("/tokenize", json={"messages": MESSAGES} | body).json()["tokens"]
+            for body in (fields, {"chat_template_kwargs": fields}, {})
+        ]
+        assert found[0] == found[1]
+        assert found[0][:2] != found[2][:2]
+        twice = fields | {"chat_template_kwargs": {"reasoning_effort": "high"}}
+        answer = http.post("/tokenize", json={"messages": MESSAGES} | twice)
+        text = http.post("/detokenize", json={"tokens": found[0]}).json()["prompt"]
+    finally:
+        server.state.chat_template = None
+    assert text == '[{"title": "t"}]lowshello'
+    assert answer.status_code == 400
+    assert "reasoning_effort is also in" in answer.json()["error"]["message"]
+
+
 def test_the_openai_client(client: openai.OpenAI, reference: LLM) -> None:
     wanted = reference.chat(MESSAGES, greedy(5), use_tqdm=False)[0].outputs[0]
     answer = client.chat.completions.create(
@@ -203,6 +225,11 @@ ANSWERS = [
         '<tool_call>{"name": "g", "arguments": "no JSON"}</tool_call>',
         '<tool_call>{"name": "g", "arguments": "no JSON"}</tool_call>',
         [],
+    ),
+    (  # the closing tag is missing
+        f'<tool_call>{{"name": "g", "arguments": {{"a": "<tool_call>"}}}}\n{CALL}',
+        None,
+        [("g", {"a": "<tool_call>"}), ("f", {"city": "Köln", "n": [1]})],
     ),
     ("", "", []),
 ]

@@ -135,6 +135,13 @@ def test_options(http: httpx.Client, offline: LLM) -> None:
     assert vectors(salted) == offline_vectors(PROMPTS)
     warned = post(http, "/v1/embeddings", input="A", frobnicate=1)
     assert warned["warnings"] == ["the field 'frobnicate' is not known and has no effect"]
+    of_chats = {"chat_template": "{{ messages }}", "chat_template_kwargs": {"a": 1}, "tools": []}
+    (warning, other) = post(http, "/v1/embeddings", input="A", **of_chats)["warnings"]
+    assert warning == "the field 'chat_template' has no effect: there are no messages"
+    assert "'chat_template_kwargs'" in other
+    variables = post(http, "/v1/embeddings", messages=messages, chat_template_kwargs={"a": 1})
+    (warning,) = variables["warnings"]
+    assert warning.startswith("the field 'chat_template_kwargs.a' has no effect: the chat template")
 
 
 def test_classes(http: httpx.Client, offline: LLM) -> None:

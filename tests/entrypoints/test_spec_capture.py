@@ -129,7 +129,7 @@ def test_one_of_the_artifacts_and_values_of_the_client(
 ) -> None:
     values = [1.5, -2.0]
     given = {"name": "x", "data": values, "shape": [2, 1], "dtype": "bfloat16"}
-    passthrough = [given, {"name": "y", "data": [0, 1], "shape": [2], "dtype": "bool"}]
+    passthrough = [given, {"name": "y", "data": [False, True], "shape": [2], "dtype": "bool"}]
     ones = [capture(i, features={"aux": "a"}, passthrough=passthrough, gen=4) for i in range(3)]
     (result, *_) = post(capturing, spec_capture=ones)
     assert result["features"].keys() == {"a", "x", "y"}

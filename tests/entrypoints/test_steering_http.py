@@ -376,6 +376,7 @@ def test_options_of_vllm_lens(path: str, server: LiveServer, reference: LLM) -> 
         ({"hidden_states": {"layers": [1]}}, "extract() returns the rows of its layers"),
         ({"vllm_xargs": {"output_residual_stream": [4]}}, "a list of layers from 0 to 3"),
         ({"vllm_xargs": {"output_residual_stream": 3}}, "body.vllm_xargs.output_residual_stream"),
+        ({"vllm_xargs": {"output_residual_stream": 1}}, "body.vllm_xargs.output_residual_stream"),
         ({"vllm_xargs": {"apply_hooks": "[]"}}, "apply_hooks"),
         ({"vllm_xargs": {"output_qk": True}}, "queries and keys are not returned"),
         ({"vllm_xargs": {"apply_steering_vectors": "[1]"}}, "each has to have activations"),

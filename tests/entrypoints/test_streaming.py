@@ -196,6 +196,28 @@ def test_tool_calls(stub: StubServer) -> None:
                 assert http.post("/v1/chat/completions", json=forced).status_code == 400
 
 
+@pytest.mark.parametrize(("parallel", "count"), [(None, 2), (True, 2), (False, 1)])
+def test_a_client_may_want_one_tool_call(
+    stub: StubServer, parallel: bool | None, count: int
+) -> None:
+    text = "".join(
+        f'<tool_call>{{"name": "f", "arguments": {{"x": {x}}}}}</tool_call>' for x in (1, 2)
+    )
+    steps = [[token] for token in [*stub.tokens(text), END_OF_TURN]]
+    stub.engine.script = lambda request_id: say(request_id, steps)
+    body = {"messages": HELLO, "tools": [TOOL], "parallel_tool_calls": parallel}
+    expected = [("f", '{"x": 1}'), ("f", '{"x": 2}')][:count]
+    with stub.server.client() as http:
+        (choice,) = http.post("/v1/chat/completions", json=body).json()["choices"]
+        functions = [call["function"] for call in choice["message"]["tool_calls"]]
+        assert [(one["name"], one["arguments"]) for one in functions] == expected
+        chunks = events(http, "/v1/chat/completions", body | {"stream": True})
+        deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+        calls = [call for delta in deltas for call in delta.get("tool_calls", [])]
+        assert join_calls(calls) == expected
+        assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
+
+
 def test_tags_of_tool_calls_may_be_special_tokens(stub: StubServer) -> None:
     """As in the tokenizers of Hermes' Llama models; texts are without special tokens otherwise."""
     tokenizer: Any = stub.engine.get_tokenizer()

@@ -44,6 +44,9 @@ def test_conversations(http: httpx.Client) -> None:
     with_prompt = tokenize(http, messages=messages)["tokens"]
     without = tokenize(http, messages=messages, add_generation_prompt=False)["tokens"]
     assert with_prompt[: len(without)] == without and len(with_prompt) > len(without)
+    both = http.post("/tokenize", json={"messages": messages, "prompt": "a"})
+    assert both.status_code == 400
+    assert both.json()["error"]["message"] == "prompt: cannot be combined with messages"
 
 
 def test_token_ids(http: httpx.Client) -> None:

@@ -43,6 +43,38 @@ def test_the_reply_tells(http: httpx.Client) -> None:
     assert all("warnings" not in event for event in rest)
 
 
+UNREAD = {
+    "messages": [{"role": "user", "content": "a"}],
+    "max_tokens": 2,
+    "chat_template_kwargs": {"enable_thinking": False},
+}
+TOOLS = {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "none"}
+
+
+def test_the_reply_tells_what_the_template_does_not_read(http: httpx.Client) -> None:
+    answer = http.post("/v1/chat/completions", json=UNREAD | TOOLS).json()
+    ending = "has no effect: the chat template does not read it"
+    names = ("tools", "chat_template_kwargs.enable_thinking")
+    assert answer["warnings"] == [f"the field {name!r} {ending}" for name in names]
+    none = {"chat_template_kwargs": {}, "tools": [], "documents": []}
+    assert "warnings" not in http.post("/v1/chat/completions", json=UNREAD | none).json()
+
+
+LABELS = {
+    "user": "u1", "safety_identifier": "u1", "prompt_cache_key": "k", "metadata": {"a": "b"},
+    "store": False, "service_tier": "auto",
+}  # fmt: skip
+
+
+def test_fields_that_change_no_answer(http: httpx.Client) -> None:
+    """Clients of OpenAI's API send them, or zeros where they ask for nothing."""
+    assert "warnings" not in http.post("/v1/completions", json=OK | LABELS).json()
+    none = {"chat_template_kwargs": None, "logprobs": False, "top_logprobs": 0}
+    answer = http.post("/v1/chat/completions", json=UNREAD | LABELS | none).json()
+    assert "warnings" not in answer
+    assert answer["choices"][0]["logprobs"] is None
+
+
 def test_a_connector_is_not_handed_megabytes(http: httpx.Client) -> None:
     """The engine copies them for each choice: with 1.2 million keys others waited for 10 s."""
     for count, status in ((200_000, 200), (300_000, 400)):
@@ -70,13 +102,16 @@ def test_strict_requests(tiny_llama: Path, tmp_path: Path) -> None:
             answer = client.post("/v1/completions", json=OK | more)
             assert answer.status_code == 400
             assert "not known; leave it out" in answer.json()["error"]["message"]
+        answer = client.post("/v1/chat/completions", json=UNREAD)
+        assert answer.status_code == 400
+        assert "enable_thinking: the chat template does not" in answer.json()["error"]["message"]
         for path, body in (("", {"frobnicate": 1}), ("?frobnicate=1", None)):
             answer = client.post(f"/reset_prefix_cache{path}", json=body)
             assert answer.status_code == 400
             assert "body.frobnicate: not known" in answer.json()["error"]["message"]
         assert client.post("/reset_prefix_cache", json={}).status_code == 200
         # The same server writes files only for requests that ask for them.
-        plain = client.post("/v1/completions", json=OK | {"user": None, "n": 2})
+        plain = client.post("/v1/completions", json=OK | LABELS | {"n": 2})
         assert plain.json()["kv_transfer_params"] is None
         assert list(tmp_path.iterdir()) == []
         asked = client.post("/v1/completions", json=GREEDY | {"kv_transfer_params": {}}).json()

@@ -10,6 +10,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
+from vllm.transformers_utils import answer_spans
 from vllm.transformers_utils.answer_masks import MaskRule
 from vllm.transformers_utils.answer_spans import chat_answers
 
@@ -237,6 +238,22 @@ REASONING_IN_MARKS = (
     "{% generation %}<a><think>\n\n</think>\n\n{{ m.content }}</a>{% endgeneration %}"
     "{% endif %}{% endfor %}"
 )
+
+
+def test_answers_that_should_not_count_are_told(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(answer_spans.logger, "_logged_once", set(), raising=False)
+    template = LOOP.replace("ANSWER", "{{ m.content }}") + PROMPT.replace("OPENING", "")
+    messages = chat("a", "b", "c", "d")
+    with caplog.at_level("WARNING", logger="vllm"):
+        messages[1] |= {"weight": 1, "train": True}
+        messages[2] |= {"loss": False}
+        chat_answers(TOKENIZER, messages, chat_template=template)
+        assert not caplog.text
+        messages[1] |= {"weight": 0, "train": False}
+        chat_answers(TOKENIZER, messages, chat_template=template)
+    assert "'weight' of 0" in caplog.text and "'train' of 0" in caplog.text
 
 
 def test_empty_reasoning_may_be_left_out() -> None:

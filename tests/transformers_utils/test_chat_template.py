@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import datetime
 import json
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -13,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from vllm.transformers_utils.answer_spans import chat_answers
 from vllm.transformers_utils.chat_rendering import Rendering, marks_answers
-from vllm.transformers_utils.chat_template import chat_text, load_chat_template
+from vllm.transformers_utils.chat_template import chat_text, load_chat_template, unread_fields
 
 TOKENIZER: Any = PreTrainedTokenizerFast(
     tokenizer_object=Tokenizer(WordLevel({"<unk>": 0}, unk_token="<unk>")), unk_token="<unk>"
@@ -463,3 +466,75 @@ def test_what_no_template_can_say_is_refused(fields: dict[str, Any], problem: st
     with pytest.raises(ValueError, match=f"message 0: .*{problem}"):
         chat_text(TOKENIZER, messages, chat_template=OLD_CALLS)
     chat_text(TOKENIZER, [{"role": "user", "content": "A", "images": []}], chat_template=NAMES)
+
+
+THINKS = (
+    "{% for m in messages %}<{{ m.role }}>{% if FIELD %}<think>{{ FIELD }}</think>{% endif %}"
+    "{{ m.content }}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("field", ["reasoning_content", "reasoning", "thinking"])
+@pytest.mark.parametrize(
+    "read", ["m.reasoning_content", "m['reasoning']", "m.get('thinking')", "m.thinking"]
+)
+def test_reasoning_reaches_the_field_that_is_read(field: str, read: str) -> None:
+    """vLLM's replies have it in another field than most templates read."""
+    template = THINKS.replace("FIELD", read)
+    messages = [*chat("How?"), {"role": "assistant", "content": "So.", field: "Hm."}]
+    assert render(messages, template) == "<user>How?<assistant><think>Hm.</think>So."
+    assert chat_answers(
+        TOKENIZER, messages, chat_template=template, add_generation_prompt=False
+    ).text.endswith("<think>Hm.</think>So.")
+
+
+def test_reasoning_is_moved_only_where_it_would_be_lost() -> None:
+    both = {"role": "assistant", "content": "So.", "reasoning": "A", "reasoning_content": "B"}
+    template = THINKS.replace("FIELD", "m.reasoning_content")
+    assert render([*chat("How?"), both], template).endswith("<think>B</think>So.")
+    bare = EACH.replace("BODY", "{{ m | tojson }}")
+    assert '"reasoning"' not in render([{**both, "reasoning": None}], bare)
+
+
+WRITES = (
+    "{{ tools }}{{ day }}{% for m in messages %}<{{ m.role }}>{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    "value", [datetime.date(2026, 1, 2), Decimal("1.5"), b"a", {1}, np.array([1]),
+              np.datetime64("2026-01-02")],
+)  # fmt: skip
+def test_values_that_would_be_written_as_their_type_are_refused(value: Any) -> None:
+    """Tables have times and decimals, of which transformers writes the name of the type."""
+    call = {"function": {"name": "f", "arguments": {"k": [value]}}}
+    tool = {"function": {"name": "f", "parameters": {"default": value}}}
+    for messages, options in (
+        ([*chat("a"), {"role": "assistant", "tool_calls": [call]}], {}),
+        (chat("a"), {"tools": [tool]}),
+        (chat("a"), {"chat_template_kwargs": {"day": value}}),
+    ):
+        with pytest.raises(ValueError, match="has no form in a prompt"):
+            render(messages, WRITES, **options)
+    unread = [{"role": "user", "content": "a", "created": value, "score": np.float32(0.5)}]
+    assert render(unread, WRITES).endswith("<user>a")
+
+
+@pytest.mark.parametrize(
+    ("template", "unread"),
+    [
+        ("{{ messages }}", ["tools", "chat_template_kwargs.thinking", "chat_template_kwargs.mood"]),
+        ("{% if not tools is defined %}{% set tools = none %}{% endif %}{{ thinking }}",
+         ["chat_template_kwargs.mood"]),
+        ("{% macro all() %}{{ tools or [] }}{{ mood }}{% endmacro %}{% generation %}{{ all() }}"
+         "{% endgeneration %}{% for thinking in messages %}{{ thinking }}{% endfor %}",
+         ["chat_template_kwargs.thinking"]),
+    ],
+)  # fmt: skip
+def test_fields_that_a_template_does_not_read(template: str, unread: list[str]) -> None:
+    options = {"tools": [{"function": {"name": "f"}}], "chat_template": template}
+    variables = {"thinking": True, "mood": "calm"}
+    found = unread_fields(TOKENIZER, **options, chat_template_kwargs=variables)  # type: ignore[arg-type]
+    assert found == unread
+    assert unread_fields(TOKENIZER, chat_template="{{ messages }}", tools=[]) == []

@@ -14,6 +14,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Unpack
 
 from vllm.inputs import TokensPrompt
+from vllm.logger import init_logger
 from vllm.transformers_utils.answer_masks import (
     MaskRule,
     Span,
@@ -32,7 +33,11 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
+logger = init_logger(__name__)
+
 _ANSWERS = MaskRule()
+_TRAINS = ("weight", "train", "loss")
+"""Fields of answers that say whether they count, in the formats of OpenAI, Axolotl and ms-swift."""
 _EMPTY_REASONING = re.compile(
     "|".join(rf"{re.escape(opens)}\s*{re.escape(closes)}\s*" for opens, closes in REASONING_TAGS)
 )
@@ -50,6 +55,13 @@ def chat_answers(
     ValueError: that of ``chat_text``, or the place of an answer is not certain.
     """
     rendering, checked = Rendering(tokenizer, **options), check_messages(messages)
+    for field in _TRAINS:
+        if any(one["role"] == "assistant" and one.get(field, 1) in (0, False) for one in checked):
+            logger.warning_once(
+                "Answers with %r of 0 or false count in masks like others: give a mask column if "
+                "they should not",
+                field,
+            )
     text, spans = rendering.render(checked, rendering.has_marks)
     located = check_kept(rendering, checked, text)
     if rendering.has_marks and rule.with_boilerplate and not rule.last_only:

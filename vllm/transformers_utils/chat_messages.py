@@ -17,6 +17,8 @@ ContentFormat = Literal["auto", "string", "openai"]
 _TEXT_KINDS = ("text", "input_text", "output_text")
 _OTHER_MEDIA = ("audio", "audios", "image", "images", "video", "videos")
 """Fields of a message for what is no text, as some clients and data sets have them."""
+REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
+"""Fields for the reasoning of an answer: DeepSeek's and most templates', vLLM's, gpt-oss'."""
 
 
 class ContentForm(NamedTuple):
@@ -88,6 +90,18 @@ def write_message(message: ChatMessage, form: ContentForm, call_form: CallForm) 
     first = parts[0] if parts else {"type": "text"}
     written["content"] = text if form.takes_text else [{**first, "text": text}]
     return written
+
+
+def move_reasoning(message: ChatMessage, read: Sequence[str]) -> ChatMessage:
+    """A message with its reasoning in a field that a template reads; ``read``: those fields.
+
+    Clients send back what servers have named otherwise than the template does. A message with a
+    field that is read, and one for a template that reads none, is returned as it is.
+    """
+    told = [field for field in REASONING_FIELDS if message.get(field)]
+    if not told or not read or {*told}.intersection(read):
+        return message
+    return {**message, read[0]: message[told[0]]}
 
 
 def content_text(message: ChatMessage) -> str:

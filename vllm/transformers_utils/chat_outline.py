@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
-from vllm.transformers_utils.chat_messages import ChatMessage
+from vllm.transformers_utils.chat_messages import REASONING_FIELDS, ChatMessage
 
 PieceKind = Literal["text", "call", "aside"]
 
@@ -28,7 +28,6 @@ REASONING_TAGS = (
 _END_OF_STEPS = "[BEGIN FINAL RESPONSE]"
 _CLOSES_REASONING = (*(closes for _, closes in REASONING_TAGS), _END_OF_STEPS)
 _KEPT_TAGS = frozenset((*(tag for pair in REASONING_TAGS for tag in pair), _END_OF_STEPS))
-_REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 _MARKER = re.compile(r"z(\d{6})vx|(?<!\d)9(\d{6})17(?!\d)", re.IGNORECASE)
 """Nine letters and digits, as Mistral's templates demand of the id of a call; or a number."""
 _JSON_VALUE = re.compile(
@@ -124,7 +123,7 @@ class _Marking:
 
     def mark(self, position: int, message: ChatMessage) -> ChatMessage:
         marked = dict(message)
-        for field in _REASONING_FIELDS:
+        for field in REASONING_FIELDS:
             if isinstance(message.get(field), str):
                 marked[field] = self._mark_text(message[field], position, "aside")
         content, is_answer = message.get("content", ""), message["role"] == "assistant"

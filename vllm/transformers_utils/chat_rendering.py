@@ -8,22 +8,29 @@ from functools import cached_property, lru_cache
 from typing import Any, NamedTuple, TypedDict, get_args
 from weakref import WeakKeyDictionary
 
+import numpy as np
 from jinja2 import Environment, TemplateError, TemplateSyntaxError, nodes
 from jinja2.ext import Extension, loopcontrols
+from jinja2.meta import find_undeclared_variables
 from jinja2.parser import Parser
 
+from vllm.logger import init_logger
 from vllm.transformers_utils.chat_forms import PROBE_TOOLS, TemplateForms
 from vllm.transformers_utils.chat_messages import (
+    REASONING_FIELDS,
     CallForm,
     ChatMessage,
     ContentForm,
     ContentFormat,
+    move_reasoning,
     write_message,
 )
 from vllm.transformers_utils.chat_nulls import check_arguments, check_tools, check_variables
 from vllm.transformers_utils.chat_outline import Marked, Outline, mark_messages, read_outline
 from vllm.transformers_utils.tokenizer import TokenizerLike
 from vllm.utils.text import brief
+
+logger = init_logger(__name__)
 
 _RESERVED_VARIABLES = frozenset(
     {
@@ -43,6 +50,9 @@ _RESERVED_VARIABLES = frozenset(
 )
 """Names that ``chat_template_kwargs`` cannot set, since fields of the request set them."""
 _FIXED_FORMS = {"string": ContentForm(True, False), "openai": ContentForm(False, True)}
+_MOST_TOLD = 200
+_told: set[str] = set()
+"""Fields without effect that the log has named."""
 _MOST_OUTLINES = 512
 _MOST_KNOWN = 64
 
@@ -136,6 +146,27 @@ def marks_answers(template: str) -> bool:
         return False
 
 
+@lru_cache(maxsize=64)
+def _reasoning_fields(template: str) -> tuple[str, ...]:
+    """Return the fields for reasoning that a template names, the most usual one first."""
+    try:
+        parsed = _parse(template)
+    except (TemplateError, RecursionError):
+        return ()
+    named = {one.attr for one in parsed.find_all(nodes.Getattr)}
+    named |= {str(one.value) for one in parsed.find_all(nodes.Const)}
+    return tuple(field for field in REASONING_FIELDS if field in named)
+
+
+@lru_cache(maxsize=64)
+def _variables(template: str) -> frozenset[str] | None:
+    """Return the names of the variables that a template reads. None: they are not known."""
+    try:
+        return frozenset(find_undeclared_variables(_parse(template)))
+    except (TemplateError, RecursionError):
+        return None
+
+
 def _show_marks(template: str, signs: str) -> str:
     """Return a template that writes ``signs``, two characters, around what ``template`` marks.
 
@@ -226,6 +257,19 @@ class Rendering:
         self._own_template = chat_template
         self._renders_itself = _renders_itself(tokenizer)
         self._template = self._choose_template(chat_template)
+        for name in (one[:100] for one in self.unread):
+            if name not in _told and len(_told) < _MOST_TOLD:  # clients choose the names
+                _told.add(name)
+                logger.warning("The chat template does not read %r, which has no effect", name)
+
+    @property
+    def unread(self) -> list[str]:
+        """Fields of the request that have no effect, because the template does not read them."""
+        read = None if self._renders_itself else _variables(self._template)
+        if read is None:
+            return []
+        tools = [] if "tools" in read or not self._tools else ["tools"]
+        return tools + [f"chat_template_kwargs.{x}" for x in self._variables if x not in read]
 
     @property
     def has_marks(self) -> bool:
@@ -246,8 +290,9 @@ class Rendering:
         return self._known_with(self._tools, self._variables).forms
 
     def render(self, messages: list[ChatMessage], marks: bool = False) -> Rendered:
-        """Render messages of ``check_messages``. ValueError: the template refuses them, or an
-        argument is null that the called tool does not declare.
+        """Render messages of ``check_messages``. ValueError: the template refuses them or would
+        write a value's type in its place, or an argument is null that the called tool does not
+        declare.
 
         marks: return the spans that the template marks. ValueError also: they cannot be told.
         """
@@ -262,6 +307,12 @@ class Rendering:
         except Exception as error:  # a template is a program: on odd messages it may raise anything
             kind = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
             raise ValueError(f"the chat template refused the messages: {kind}{error}") from error
+        for value in _other_values([messages, self._tools, self._variables]):
+            kind = type(value).__name__
+            if f"<{kind}>" in text:  # as transformers writes it
+                raise ValueError(
+                    f"{brief(value)} of type {kind} has no form in a prompt: give text"
+                )
         return Rendered(text, tuple(_read_marks(shown, text, signs)) if marks else ())
 
     def mark(self, messages: list[ChatMessage], only: int | None = None) -> Marked:
@@ -327,7 +378,8 @@ class Rendering:
         self, messages: list[ChatMessage], asks: bool, continues: bool, signs: str = ""
     ) -> str:
         """Render messages in the forms of the template. It may raise anything."""
-        written = [_write(message, self.forms) for message in messages]
+        read = () if self._renders_itself else _reasoning_fields(self._template)
+        written = [_write(move_reasoning(message, read), self.forms) for message in messages]
         ends = {"add_generation_prompt": asks, "continue_final_message": continues}
         return self._apply_written(written, self._tools, self._variables, ends, signs)
 
@@ -363,6 +415,19 @@ class Rendering:
         if self._renders_itself:
             return chat_template or self._tokenizer.chat_template
         return self._tokenizer.get_chat_template(chat_template, self._tools)
+
+
+def _other_values(value: object) -> Iterator[object]:
+    """Yield the values in lists and dicts that JSON does not have, such as times of a table."""
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        for one in value:
+            yield from _other_values(one)
+    elif isinstance(value, np.generic):
+        yield from _other_values(value.item())
+    elif value is not None and not isinstance(value, str | int | float):
+        yield value
 
 
 def _write(message: ChatMessage, forms: TemplateForms) -> ChatMessage:

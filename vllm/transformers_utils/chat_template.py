@@ -90,6 +90,12 @@ def chat_text(
     return text
 
 
+def unread_fields(tokenizer: TokenizerLike, **options: Unpack[ChatOptions]) -> list[str]:
+    """Return the fields that have no effect on a rendering, because the template does not read
+    them: ``tools``, ``chat_template_kwargs.NAME``. ValueError: the options are wrong."""
+    return Rendering(tokenizer, **options).unread
+
+
 def render_chat(
     tokenizer: TokenizerLike, messages: Sequence[ChatMessage], **options: Unpack[ChatOptions]
 ) -> TokensPrompt:
@@ -185,4 +191,5 @@ __all__ = [
     "check_messages",
     "load_chat_template",
     "render_chat",
+    "unread_fields",
 ]

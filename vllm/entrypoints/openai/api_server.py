@@ -25,7 +25,7 @@ from vllm.entrypoints.openai import (
 from vllm.entrypoints.openai.adapters import make_router
 from vllm.entrypoints.openai.chat import Chat
 from vllm.entrypoints.openai.completion import Completion
-from vllm.entrypoints.openai.errors import EXCEPTION_HANDLERS, ErrorResponse, bad_form
+from vllm.entrypoints.openai.errors import EXCEPTION_HANDLERS, ErrorResponse, bad_form, bad_request
 from vllm.entrypoints.openai.limits import install_limits
 from vllm.entrypoints.openai.pooling import (
     ClassificationAnswer,
@@ -50,7 +50,7 @@ from vllm.entrypoints.openai.protocol import (
     TokenizeBody,
     TokenizeRequest,
 )
-from vllm.entrypoints.openai.request_prompts import render
+from vllm.entrypoints.openai.request_prompts import render, told_of_no_chat, told_of_unread
 from vllm.entrypoints.openai.responses import (
     ChatChunk,
     ChatCompletionResponse,
@@ -300,10 +300,14 @@ def _tokenize(state: ServerState, body: TokenizeRequest) -> TokenizeResponse:
     # A transformers tokenizer, which has methods that the engine does not use.
     tokenizer: Any = state.engine.get_tokenizer()
     if body.messages is not None:
+        if body.prompt is not None:
+            raise bad_request("prompt: cannot be combined with messages", "prompt")
+        told_of_unread(state, body)  # may refuse them
         adds_special = bool(body.add_special_tokens)
         rendered = render(state, body.messages, body, adds_special, may_be_long=True)
         token_ids = rendered.token_ids or []
     elif body.prompt is not None:
+        told_of_no_chat(state, body)
         adds_special = body.add_special_tokens is not False
         token_ids = tokenizer.encode(body.prompt, add_special_tokens=adds_special, verbose=False)
     else:

@@ -36,7 +36,9 @@ class Passthrough(Described):
     model_config = ConfigDict(extra="forbid")
 
     name: _Name
-    data: Annotated[list[Annotated[int, Strict()] | float], Field(fail_fast=True)]
+    data: Annotated[
+        list[Annotated[bool, Strict()] | Annotated[int, Strict()] | float], Field(fail_fast=True)
+    ]
     shape: Annotated[list[Annotated[Int64, Strict(), Field(ge=0)]], Field(max_length=8)]
     dtype: _Dtype = "int64"
 

@@ -16,7 +16,11 @@ from vllm.entrypoints.openai.generation import (
     prompt_logprobs_body,
 )
 from vllm.entrypoints.openai.protocol import ChatCompletionRequest
-from vllm.entrypoints.openai.request_prompts import render, render_with_mask
+from vllm.entrypoints.openai.request_prompts import (
+    render,
+    render_with_mask,
+    told_of_unread,
+)
 from vllm.entrypoints.openai.responses import (
     AnswerMessage,
     ChatChoice,
@@ -59,7 +63,7 @@ class Chat(Generation[ChatCompletionRequest]):
             find = self.state.token_texts.special_id
             if any(find(tag) is not None for tag in self._tool_parser.tags):
                 body.skip_special_tokens = False  # which would leave the tags out
-        if body.top_logprobs is not None and not body.logprobs:
+        if body.top_logprobs and not body.logprobs:
             raise bad_request("top_logprobs: only with logprobs=true", "top_logprobs")
         limit = body.max_completion_tokens
         return Wanted(
@@ -80,6 +84,7 @@ class Chat(Generation[ChatCompletionRequest]):
 
     def _prompts(self) -> Iterator[ParsedPrompt]:
         body, extraction = self.body, self.extraction
+        self._warnings += told_of_unread(self.state, body)
         if extraction is not None and extraction.mask_rule is not None:
             prompt, extraction.mask = render_with_mask(self.state, body, extraction.mask_rule)
             yield prompt
@@ -108,7 +113,8 @@ class Chat(Generation[ChatCompletionRequest]):
         message, fields = AnswerMessage(content=completion.text), self._fields(news)
         if self._tool_parser is not None:
             message.content, calls = self._tool_parser.parse(completion.text)
-            message.tool_calls = calls or None
+            has_more = self.body.parallel_tool_calls is not False
+            message.tool_calls = (calls if has_more else calls[:1]) or None
             if calls and completion.finish_reason == "stop":
                 fields["finish_reason"] = "tool_calls"
         return ChatChoice(**fields, message=message)
@@ -135,6 +141,8 @@ class Chat(Generation[ChatCompletionRequest]):
         delta, fields = Delta(content=completion.text), self._fields(news)
         if parser is not None:
             content, calls = parser.push(completion.text, is_last=reason is not None)
+            if self.body.parallel_tool_calls is False:
+                calls = [call for call in calls if call.index == 0]
             delta = Delta(content=content or None, tool_calls=calls or None)
             if parser.num_calls and reason == "stop":
                 fields["finish_reason"] = "tool_calls"

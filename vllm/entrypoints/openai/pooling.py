@@ -21,7 +21,12 @@ from vllm.entrypoints.openai.protocol import (
     PooledBody,
     PoolingRequest,
 )
-from vllm.entrypoints.openai.request_prompts import render, split_prompts
+from vllm.entrypoints.openai.request_prompts import (
+    render,
+    split_prompts,
+    told_of_no_chat,
+    told_of_unread,
+)
 from vllm.entrypoints.openai.responses import Usage
 from vllm.entrypoints.openai.state import ServerState
 from vllm.hidden_states.sample import ExtractRequest
@@ -91,12 +96,14 @@ class PooledAnswer(ABC, Generic[BodyT]):
     def _prompts(self) -> list[dict[str, Any]]:
         body, salt = self.body, self.body.cache_salt
         if body.messages is None:
+            body._warnings += told_of_no_chat(self.state, body)
             inputs = split_prompts(body.input, "input")
             key = "prompt" if isinstance(inputs[0], str) else "prompt_token_ids"
             return [{key: one, "cache_salt": salt} for one in inputs]
         if body.input is not None:
             raise bad_request("input: cannot be combined with messages", "input")
         fields = body.model_copy(update={"add_generation_prompt": bool(body.add_generation_prompt)})
+        body._warnings += told_of_unread(self.state, fields)
         may_be_long = body.truncate_prompt_tokens is not None
         special = bool(body.add_special_tokens)
         rendered = render(self.state, body.messages, fields, special, may_be_long)

@@ -39,6 +39,10 @@ MAX_MESSAGES = 16384
 MAX_TOOLS = 1024
 MAX_HOOKS = 1024
 MAX_STEERING = 1024
+_LABELS = frozenset(
+    {"user", "safety_identifier", "prompt_cache_key", "metadata", "store", "service_tier"}
+)
+"""Fields of OpenAI's API that change no answer."""
 _names_logged: set[str] = set()
 
 
@@ -212,7 +216,7 @@ SteeringField = Annotated[
 ]
 
 
-LensOption = str | bool | list[Any]
+LensOption = str | Annotated[bool, Strict()] | list[Any]
 """An option of vllm-lens, which its client sends as JSON in a text."""
 
 
@@ -265,7 +269,7 @@ def told_of_unknown(names: list[str], is_strict: bool) -> list[str]:
 def _unknown_fields(body: BaseModel, prefix: str = "") -> Iterator[str]:
     """Yield the names of the fields that are set and not known, also those of objects in it."""
     for name, value in (body.__pydantic_extra__ or {}).items():
-        if value is not None:
+        if value is not None and prefix + name not in _LABELS:
             yield prefix + name
     for name, value in body:
         if isinstance(value, BaseModel):
@@ -434,6 +438,10 @@ class ChatFields(Described):
     """Not accepted: the server's template is always used."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Variables for the chat template."""
+    documents: list[dict[str, Any]] | None = None
+    """The variable of this name: texts to answer from, for templates that read them."""
+    reasoning_effort: str | None = None
+    """The variable of this name, such as ``"low"``."""
 
 
 Messages = Annotated[list[Message], Field(fail_fast=True, max_length=MAX_MESSAGES)]
@@ -452,6 +460,8 @@ class ChatCompletionRequest(ChatFields, GenerationBody):
     """Number of most likely tokens to report at each position, with ``logprobs``."""
     tool_choice: ToolChoice | None = None
     """"auto" (the default) or "none"."""
+    parallel_tool_calls: bool | None = None
+    """False: the answer has at most one tool call, the first that the model writes."""
 
 
 class SteeringVectorsRequest(Body):
@@ -517,8 +527,6 @@ class EmbeddingRequest(PooledBody):
     """The state of the last token, or the mean of all; by default what the checkpoint says."""
     normalize: bool | None = None
     """Give vectors the length 1; by default what the checkpoint says, else true."""
-    user: str | None = None
-    """Accepted, without effect."""
 
 
 class PoolingRequest(EmbeddingRequest, ClassificationRequest):

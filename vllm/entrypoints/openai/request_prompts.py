@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from vllm.entrypoints.openai.errors import bad_request
+from vllm.entrypoints.openai.errors import bad_form, bad_request
 from vllm.entrypoints.openai.protocol import (
+    MAX_ERRORS_TOLD,
     ChatCompletionRequest,
     ChatFields,
     CompletionRequest,
@@ -21,7 +22,7 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.steering import SteeringVector, lens
 from vllm.transformers_utils.answer_masks import MaskRule
 from vllm.transformers_utils.answer_spans import render_masked
-from vllm.transformers_utils.chat_template import ChatOptions, chat_text
+from vllm.transformers_utils.chat_template import ChatOptions, chat_text, unread_fields
 
 if TYPE_CHECKING:
     from vllm.entrypoints.openai.state import ServerState
@@ -141,10 +142,36 @@ def render_with_mask(
     return ParsedPrompt(rendered.get("prompt"), rendered["prompt_token_ids"]), mask.tolist()
 
 
+def told_of_unread(state: ServerState, fields: ChatFields) -> list[str]:
+    """Return texts about fields that the chat template does not read. Raises ApiError with
+    ``--strict-requests`` if there are any, or ValueError if no conversation can be rendered."""
+    names = unread_fields(state.engine.get_tokenizer(), **_chat_options(state, fields))
+    return _told(state, names, "the chat template does not read it")
+
+
+def told_of_no_chat(state: ServerState, fields: ChatFields) -> list[str]:
+    """Return the same about fields for conversations in a request without one."""
+    names = [name for name in ChatFields.model_fields if getattr(fields, name)]
+    return _told(state, names, "there are no messages")
+
+
+def _told(state: ServerState, names: Sequence[str], reason: str) -> list[str]:
+    names = names[:MAX_ERRORS_TOLD]
+    if names and state.settings.strict_requests:
+        problem = f"{reason}; leave it out (--strict-requests)"
+        raise bad_form(*((f"body.{name:.100}", problem) for name in names))
+    return [f"the field {name[:100]!r} has no effect: {reason}" for name in names]
+
+
 def _chat_options(state: ServerState, fields: ChatFields) -> ChatOptions:
     """Return the options of a rendering; raises ApiError if the request has its own template."""
     if fields.chat_template is not None:
         raise bad_request("chat_template: this server does not take templates from requests")
+    variables = dict(fields.chat_template_kwargs or {})
+    for name in ("documents", "reasoning_effort"):
+        value = getattr(fields, name)
+        if value and variables.setdefault(name, value) != value:
+            raise bad_request(f"{name} is also in chat_template_kwargs: give it once")
     continues = bool(fields.continue_final_message)
     adds_prompt = fields.add_generation_prompt
     return {
@@ -153,7 +180,7 @@ def _chat_options(state: ServerState, fields: ChatFields) -> ChatOptions:
         "add_generation_prompt": not continues if adds_prompt is None else adds_prompt,
         "continue_final_message": continues,
         "tools": fields.tools or None,
-        "chat_template_kwargs": fields.chat_template_kwargs,
+        "chat_template_kwargs": variables,
     }
 
 

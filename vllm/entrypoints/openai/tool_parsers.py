@@ -84,14 +84,15 @@ class HermesToolParser(ToolParser):
 
     The form of each call is ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``.
     Text outside the tags is content; so is a tag whose inside is not a call. A call that begins
-    in this way is sent piece by piece, any other call when it is complete.
+    in this way is sent piece by piece, any other call when it is complete. The next call's tag
+    ends a call that lacks its closing tag.
     """
 
     OPEN = "<tool_call>"
     CLOSE = "</tool_call>"
     tags = (OPEN, CLOSE)
     _HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"\\]*)"\s*,\s*"arguments"\s*:\s*(?=\{)')
-    _END = re.compile(r"\s*\}\s*" + CLOSE)
+    _END = re.compile(rf"\s*\}}\s*({CLOSE}|(?={OPEN}))")
 
     def __init__(self) -> None:
         super().__init__()
@@ -158,8 +159,10 @@ class HermesToolParser(ToolParser):
             # Characters are escaped one by one, so what was sent is the beginning of this.
             piece = FunctionCall(arguments=_escaped(known[:end])[len(_escaped(sent)) :])
             calls.append(ToolCall(index=self.num_calls - 1, function=piece))
-        if self.CLOSE in known[end:] or is_last:
-            self._arguments, self._pending = None, known[end:].partition(self.CLOSE)[2]
+        place = self._END.match(known, end)
+        if place or self.CLOSE in known[end:] or is_last:
+            rest = known[place.end() :] if place else known[end:].partition(self.CLOSE)[2]
+            self._arguments, self._pending = None, rest
             return True
         self._arguments, self._pending = known[:end], known[end:]
         return False

@@ -33,7 +33,7 @@ from vllm.entrypoints.openai.protocol import (
     TokenIds,
     form_error,
 )
-from vllm.entrypoints.openai.request_prompts import render
+from vllm.entrypoints.openai.request_prompts import render, told_of_unread
 from vllm.entrypoints.openai.state import ServerState, State
 from vllm.hidden_states.names import MOST_LOGPROBS
 from vllm.hidden_states.sample import ExtractRequest, HiddenStatesSample
@@ -271,6 +271,7 @@ async def chat(
     body.completion([])  # settings are checked before anything is rendered
 
     def render_all() -> list[list[int]]:
+        body._warnings += told_of_unread(state, fields)
         rendered = (render(state, one, fields, False, may_be_long=False) for one in body.messages)
         return [one.token_ids or [] for one in rendered]
 
