@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -122,10 +123,7 @@ def _folder_sources(folder: Path, fmt: InputFormat, output: Path | None) -> list
         if not names:
             raise ValueError(f"--input {folder}: its state.json names no files")
         return [Source(folder / str(name), "arrow") for name in names]
-    known = (path for path in folder.rglob("*") if path.suffix.lower() in _FORMATS)
-    # Editors and notebooks keep copies in hidden files and folders.
-    seen = (path for path in known if not _is_hidden(path.relative_to(folder)))
-    paths = sorted(path for path in seen if not path.is_dir())
+    paths = sorted(path for path in _files_below(folder) if path.suffix.lower() in _FORMATS)
     if output is not None:
         paths = [path for path in paths if output.resolve() not in path.resolve().parents]
     if not paths:
@@ -133,8 +131,22 @@ def _folder_sources(folder: Path, fmt: InputFormat, output: Path | None) -> list
     return [_source(path, fmt) for path in paths]
 
 
-def _is_hidden(path: Path) -> bool:
-    return any(part.startswith(".") for part in path.parts)
+def _files_below(folder: Path) -> Iterator[Path]:
+    """Yield the files in a folder and all below it, also behind links; each folder once.
+
+    Editors and notebooks keep copies in hidden files and folders, which are left out. ValueError: a
+    folder cannot be read.
+    """
+
+    def refuse(error: OSError) -> None:
+        raise ValueError(f"--input {error.filename} cannot be read: {error.strerror}") from error
+
+    seen = set()
+    for parent, folders, names in os.walk(folder, onerror=refuse, followlinks=True):
+        is_new = (real := os.path.realpath(parent)) not in seen
+        seen.add(real)
+        folders[:] = sorted(name for name in folders if is_new and not name.startswith("."))
+        yield from (Path(parent, name) for name in names if is_new and not name.startswith("."))
 
 
 def _saved_list(path: Path, name: str, kind: type) -> list[Any]:
