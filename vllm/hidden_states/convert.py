@@ -79,12 +79,8 @@ def convert_dataset(
     note = writer.check(dataclasses.replace(source_settings, format=fmt, dtype=dtype))
     if note is not None:
         logger.warning("%s: %s", destination, note)
-    for sample in stored if fmt == "speculators" and stored.settings is None else ():
-        if sample.record is None:
-            raise ValueError(
-                f"{source}: the record number of {sample.request_id!r} is not stored, so the file "
-                "that speculators looks for cannot be named"
-            )
+    if fmt == "speculators":
+        _check_records(stored)
     if stored.settings is None:
         _check_nothing_is_lost(stored, source_settings, writer)
         if not is_chosen:
@@ -123,6 +119,22 @@ def convert_dataset(
             _write_unit(dataset, samples, destination, unit, settings)
         dataset.unmap()
     return merge_units(destination, skipped)
+
+
+def _check_records(dataset: HiddenStatesDataset) -> None:
+    """Raise ValueError unless each sample has the number of a record of its own."""
+    seen: dict[int, int] = {}
+    for number in range(len(dataset)):
+        sample = dataset.stored(number)
+        problem = None
+        if sample.record is None:
+            problem = f"the record number of {sample.request_id!r} is not stored"
+        elif (other := seen.setdefault(sample.record, number)) != number:
+            problem = f"samples {other} and {number} are both of record {sample.record}"
+        if problem is not None:
+            raise ValueError(
+                f"{dataset.path}: {problem}, so the file that speculators looks for cannot be named"
+            )
 
 
 def _check_is_ours(destination: str) -> None:
@@ -165,8 +177,10 @@ def _write_unit(
                 every = torch.ones(len(sample.positions), dtype=torch.bool)
                 sample = sample.with_tensors(**{LOSS_MASK: every})
             record = sample.index if sample.record is None else sample.record
+            # Files that were put together may state the numbers of several datasets.
+            index = number if dataset.settings is None else sample.index
             try:
-                writer.append(sample, sample.index, record, sample.request_id if named else None)
+                writer.append(sample, index, record, sample.request_id if named else None)
             except HiddenStatesError as error:
                 what = f"sample {number} {sample.request_id}".rstrip()
                 raise ValueError(f"{dataset.path}: {what}: {error.reason}") from error
