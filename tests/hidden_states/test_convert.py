@@ -304,6 +304,21 @@ def test_generated_tokens_of_a_servers_files(tmp_path: Path) -> None:
         assert list(verify_dataset(str(tmp_path / name))) == []
 
 
+def test_another_source_of_the_same_shapes_is_refused(tmp_path: Path) -> None:
+    """Files of another program have no checksums in their headers."""
+    (tmp_path / "plain").mkdir()
+    for seed in (0, 1):
+        for sample in make_samples([5, 5], seed=seed):
+            tensors = {"hidden_states": sample.hidden_states, "token_ids": sample.token_ids}
+            path = tmp_path / f"plain/{sample.index}.safetensors"
+            save_file(tensors, path, {"layer_ids": "[0, 3, 8]"})
+        if seed == 0:
+            for _ in range(2):  # the second finds everything there
+                convert_dataset(str(tmp_path / "plain"), str(tmp_path / "out"), "sharded")
+    with pytest.raises(ValueError, match="input_digest"):
+        convert_dataset(str(tmp_path / "plain"), str(tmp_path / "out"), "sharded")
+
+
 def test_files_of_two_datasets_in_one_folder(tmp_path: Path) -> None:
     """Both state the samples 0 and 1, and the records 100 and 101."""
     (tmp_path / "plain").mkdir()

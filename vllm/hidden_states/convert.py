@@ -15,11 +15,11 @@ from vllm.hidden_states import metadata as records
 from vllm.hidden_states.dataset import HiddenStatesDataset, SampleFile
 from vllm.hidden_states.layer_ids import convention_of
 from vllm.hidden_states.manifest import DatasetTotals, merge_units, read_skipped, start_dataset
-from vllm.hidden_states.mapped_file import MappedFile
+from vllm.hidden_states.mapped_file import MappedFile, header_checksum
 from vllm.hidden_states.metadata import MASK, DatasetSettings, UnitRecord
 from vllm.hidden_states.names import Pooling
 from vllm.hidden_states.sample import HiddenStatesError, HiddenStatesSample
-from vllm.hidden_states.tensor_file import checksum, dtype_name
+from vllm.hidden_states.tensor_file import checksum, dtype_name, file_checksum
 from vllm.hidden_states.units import (
     UnitWriter,
     cut_at,
@@ -300,9 +300,10 @@ def _check_dtypes(folder: HiddenStatesDataset, dtype: str) -> None:
 
 
 def _digest(dataset: HiddenStatesDataset) -> str:
-    """Return the digest of everything in the source: its manifest, or the headers of its files."""
+    """Return the digest of everything in the source: its manifest, or the headers of its files, or
+    all bytes of files whose headers have no checksums."""
     if dataset.manifest is not None:
         with open_regular(os.path.join(dataset.path, records.MANIFEST_FILE)) as file:
             return checksum(file.read())
-    headers = "".join(MappedFile(path).header_checksum for path in dataset.file_paths)
-    return checksum(headers.encode())
+    paths = dataset.file_paths
+    return checksum("".join(header_checksum(one) or file_checksum(one) for one in paths).encode())
