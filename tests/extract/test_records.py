@@ -145,6 +145,16 @@ def test_a_folder_in_the_order_of_names(tmp_path: Path) -> None:
     assert values(tmp_path) == [{"text": "c"}, {"text": "b"}]
 
 
+def test_packed_files_in_a_folder_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("a.jsonl", "b.jsonl.gz", "pictures.zip"):
+        (tmp_path / name).write_text(json.dumps({"text": "a"}))
+    assert len(find_sources([str(tmp_path)], "auto")) == 1
+    assert "b.jsonl.gz is not read: unpack it" in caplog.text
+    assert "pictures" not in caplog.text
+
+
 def test_linked_folders_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, other = tmp_path / "in", tmp_path / "other"
     for path in (folder / "b.jsonl", folder / "c/c.jsonl", other / "a.jsonl", other / ".d/d.jsonl"):

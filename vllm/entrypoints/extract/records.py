@@ -13,8 +13,11 @@ from typing import Any, Literal, NamedTuple, TextIO, TypeAlias
 import xxhash
 
 from vllm.hidden_states.names import CHECKSUM_KIND
+from vllm.logger import init_logger
 from vllm.utils.regular_files import is_regular
 from vllm.utils.text import brief, parse_json
+
+logger = init_logger(__name__)
 
 InputFormat = Literal["auto", "jsonl", "json", "parquet", "arrow", "text", "lines"]
 Values: TypeAlias = Mapping[str, object]
@@ -31,6 +34,7 @@ _FORMATS: dict[str, InputFormat] = {
     ".md": "text",
     ".rst": "text",
 }
+_PACKED = (".gz", ".zst", ".bz2", ".xz", ".zip")
 _LINE_FORMATS = ("jsonl", "lines", "text")
 _BRACKETS_AND_STRINGS = re.compile(r'[][{}]|"(?:[^"\\]|\\.)*"', re.DOTALL)
 _ROWS_PER_BATCH = 64
@@ -97,7 +101,7 @@ def _source(path: Path, fmt: InputFormat) -> Source:
     form = _FORMATS.get(path.suffix.lower()) if fmt == "auto" else fmt
     if form is None:
         advice = "use --input-format with one of jsonl, json, parquet, arrow, text, lines"
-        if path.suffix in (".gz", ".zst", ".bz2", ".xz", ".zip"):
+        if path.suffix in _PACKED:
             advice = "unpack it, into a file or into --input -"
         name = repr(path.suffix or path.name)
         raise ValueError(f"--input {path}: the format of {name} files is not known; {advice}")
@@ -123,7 +127,11 @@ def _folder_sources(folder: Path, fmt: InputFormat, output: Path | None) -> list
         if not names:
             raise ValueError(f"--input {folder}: its state.json names no files")
         return [Source(folder / str(name), "arrow") for name in names]
-    paths = sorted(path for path in _files_below(folder) if path.suffix.lower() in _FORMATS)
+    found = sorted(_files_below(folder))
+    paths = [path for path in found if path.suffix.lower() in _FORMATS]
+    for path in found:
+        if path.suffix in _PACKED and Path(path.stem).suffix.lower() in _FORMATS:
+            logger.warning("%s is not read: unpack it", path)
     if output is not None:
         paths = [path for path in paths if output.resolve() not in path.resolve().parents]
     if not paths:
