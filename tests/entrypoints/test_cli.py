@@ -258,6 +258,7 @@ def test_config_from_a_pipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         (["m", "--max-modle-len", "5"], "did you mean '--max-model-len'?"),
         (["m", "--hiden_states_ttl=5"], "did you mean '--hidden-states-ttl'?"),
         (["m", "--port.x=5"], "unrecognized arguments: --port.x=5"),
+        (["m", "--api-key=--"], "argument --api-key: -- cannot be a value on the command line"),
         (["m", "--kv-transfer-config.a..b=5"], "expected --option.key[.key...]=value"),
         (["m", "--kv-transfer-config.a"], "expected --option.key[.key...]=value"),
         (["m", "--kv-transfer-config", "{"], "'{' is not valid JSON"),
