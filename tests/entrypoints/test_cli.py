@@ -206,6 +206,20 @@ def test_values_of_a_config_file_are_taken_as_written(
     assert "--port is given more than once" in capsys.readouterr().err
 
 
+def test_texts_and_numbers_of_a_config_file_that_others_take_otherwise(tmp_path: Path) -> None:
+    """argparse takes a text that begins with a dash for a flag, and PyYAML ``1e6`` for a text."""
+    file = tmp_path / "serve.yaml"
+    for names in ("[--, a]", "[a, ---]", "[a, --port]", "--", "[-1, '-x']"):
+        file.write_text(
+            f"served-model-name: {names}\nhf-overrides: {{a: 1e6, b: -1.5E-3, c: e6}}\n"
+        )
+        arguments = parse("m", "--config", str(file), "--port", "5")
+        assert arguments.engine.served_model_name == names.strip("[]").replace("'", "").split(", ")
+        assert arguments.engine.hf_overrides == {"a": 1e6, "b": -0.0015, "c": "e6"}
+        arguments = parse("m", "--config", str(file), "--served-model-name", "z")
+        assert arguments.engine.served_model_name == ["z"]
+
+
 def test_bad_config_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "serve.yaml"
     assert "cannot be read" in failure(capsys, "m", "--config", str(file))
@@ -244,6 +258,7 @@ def test_config_from_a_pipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         (["m", "--max-modle-len", "5"], "did you mean '--max-model-len'?"),
         (["m", "--hiden_states_ttl=5"], "did you mean '--hidden-states-ttl'?"),
         (["m", "--port.x=5"], "unrecognized arguments: --port.x=5"),
+        (["m", "--api-key=--"], "argument --api-key: -- cannot be a value on the command line"),
         (["m", "--kv-transfer-config.a..b=5"], "expected --option.key[.key...]=value"),
         (["m", "--kv-transfer-config.a"], "expected --option.key[.key...]=value"),
         (["m", "--kv-transfer-config", "{"], "'{' is not valid JSON"),

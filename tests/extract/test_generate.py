@@ -202,6 +202,10 @@ def test_positions_stops_and_added_inputs(
         ),
         ({"generate": False, "stop": ["x"]}, "it needs generate"),
         ({"generate": False, "positions": "generated"}, "nothing is generated: use generate"),
+        (
+            {"generate": False, "keep_columns": ["num_generated_tokens"]},
+            "keep_columns=.* rename it",
+        ),
         ({"n": 2, "temperature": 0.0}, "n=2: has to be 1 when temperature=0.0"),
         ({"temperature": -1.0}, "temperature=-1.0"),
         ({"top_p": 2.0}, "top_p=2.0: has to be in"),

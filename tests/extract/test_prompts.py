@@ -128,6 +128,10 @@ def test_what_is_not_part_of_a_prompt_is_named(
         ({"conversations": CHAT, "system": "c"}, "'system' beside 'conversations'"),
         ({"text": "a", "completion": "b"}, ""),
         ({"messages": CHAT, "system": None}, ""),
+        ({"input_ids": [5, 6], "attention_mask": [1, 1]}, ""),
+        ({"input_ids": [5, 6], "attention_mask": [0, 1]}, "where their attention_mask is 0"),
+        ({"input_ids": [5, 6], "labels": [5, 6], "loss_mask": [0, 1]}, ""),
+        ({"input_ids": [5, 6], "labels": [-100, 6]}, "a column 'labels' beside their token ids"),
     ):
         caplog.clear()
         one(tokenizer, values)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import socket
@@ -142,6 +143,40 @@ def test_a_folder_in_the_order_of_names(tmp_path: Path) -> None:
     (tmp_path / ".ipynb_checkpoints" / "b-checkpoint.md").write_text("b")
     (tmp_path / ".b.md").write_text("b")
     assert values(tmp_path) == [{"text": "c"}, {"text": "b"}]
+
+
+def test_packed_files_in_a_folder_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("a.jsonl", "b.jsonl.gz", "pictures.zip"):
+        (tmp_path / name).write_text(json.dumps({"text": "a"}))
+    assert len(find_sources([str(tmp_path)], "auto")) == 1
+    assert "b.jsonl.gz is not read: unpack it" in caplog.text
+    assert "pictures" not in caplog.text
+
+
+def test_linked_folders_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, other = tmp_path / "in", tmp_path / "other"
+    for path in (folder / "b.jsonl", folder / "c/c.jsonl", other / "a.jsonl", other / ".d/d.jsonl"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"text": path.name}) + "\n")
+    (folder / "linked").symlink_to(other)
+    (folder / "c/up").symlink_to(folder)
+    (other / "back").symlink_to(folder / "c")
+    sources = find_sources([str(folder)], "auto")
+    assert [str(one.path.relative_to(folder)) for one in sources] == [
+        *("b.jsonl", "c/c.jsonl", "linked/a.jsonl"),
+    ]
+    scan = os.scandir
+
+    def refuse(path: str) -> Any:
+        if path.endswith("linked"):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(ValueError, match=r"--input .*linked cannot be read: Permission denied"):
+        find_sources([str(folder)], "auto")
 
 
 def test_parquet_and_arrow(tmp_path: Path) -> None:

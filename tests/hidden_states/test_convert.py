@@ -304,6 +304,45 @@ def test_generated_tokens_of_a_servers_files(tmp_path: Path) -> None:
         assert list(verify_dataset(str(tmp_path / name))) == []
 
 
+def test_another_source_of_the_same_shapes_is_refused(tmp_path: Path) -> None:
+    """Files of another program have no checksums in their headers."""
+    (tmp_path / "plain").mkdir()
+    for seed in (0, 1):
+        for sample in make_samples([5, 5], seed=seed):
+            tensors = {"hidden_states": sample.hidden_states, "token_ids": sample.token_ids}
+            path = tmp_path / f"plain/{sample.index}.safetensors"
+            save_file(tensors, path, {"layer_ids": "[0, 3, 8]"})
+        if seed == 0:
+            for _ in range(2):  # the second finds everything there
+                convert_dataset(str(tmp_path / "plain"), str(tmp_path / "out"), "sharded")
+    with pytest.raises(ValueError, match="input_digest"):
+        convert_dataset(str(tmp_path / "plain"), str(tmp_path / "out"), "sharded")
+
+
+def test_files_of_two_datasets_in_one_folder(tmp_path: Path) -> None:
+    """Both state the samples 0 and 1, and the records 100 and 101."""
+    (tmp_path / "plain").mkdir()
+    lengths = {"a": [5, 3], "b": [4, 6]}
+    for name in lengths:
+        path = write_dataset(tmp_path / name, make_samples(lengths[name]), "files")
+        for file in path.glob("*.safetensors"):
+            file.rename(tmp_path / f"plain/{name}{file.name}")
+    for fmt in FORMATS:
+        if fmt == "speculators":  # a file for each record: the second would replace the first
+            continue
+        convert_dataset(str(tmp_path / "plain"), str(tmp_path / fmt), fmt, shard_bytes=1)
+        dataset = HiddenStatesDataset(tmp_path / fmt)
+        assert [sample.index for sample in dataset] == [0, 1, 2, 3]
+        assert [sample.record for sample in dataset] == [100, 101, 100, 101]
+        assert [len(sample.token_ids) for sample in dataset] == [*lengths["a"], *lengths["b"]]
+    for source in ("plain", "sharded", "files"):
+        with pytest.raises(ValueError, match="samples 0 and 2 are both of record 100, so the file"):
+            convert_dataset(
+                str(tmp_path / source), str(tmp_path / "no"), "speculators", shard_bytes=1
+            )
+        assert not (tmp_path / "no").exists()
+
+
 FORMS: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
     # what two files have: tensors, metadata
     "scores float64 []": (({"scores": torch.float32},), ({"scores": torch.float64},)),

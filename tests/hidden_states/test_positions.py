@@ -38,6 +38,8 @@ def test_mask() -> None:
         selection.select(3, [1, 0])
     with pytest.raises(ValueError, match="none was passed"):
         selection.select(3)
+    with pytest.raises(ValueError, match="mask: it holds -100, and 0 is for a token that does not"):
+        selection.select(3, [-100, 5, 6])  # labels
 
 
 @pytest.mark.parametrize("text", ["", "first", "every", "every:", "every:0", "every:-1", "all:2"])

@@ -115,6 +115,20 @@ def test_a_value_head_beside_torch_files(tmp_path: Path) -> None:
     assert torch.equal(last_stream(folder), expected)
 
 
+@pytest.mark.parametrize("stays", ["index and shards", "index", "shards"])
+def test_the_single_file_wins_over_shards_of_an_earlier_time(stays: str, tmp_path: Path) -> None:
+    """As for transformers: they were saved in the same folder before it."""
+    folder = make_checkpoint(tmp_path, "llama", tokenizer=False)
+    expected, tensors = last_stream(folder), read(folder)
+    write(folder, {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}, "shards")
+    write(folder, tensors)
+    gone = {"index": "pytorch_model-*", "shards": "*.index.json"}.get(stays)
+    for path in folder.glob(gone) if gone else ():
+        path.unlink()
+    assert [path.name for path in find_weight_files(folder)] == ["pytorch_model.bin"]
+    assert torch.equal(last_stream(folder), expected)
+
+
 def test_dtype_is_that_of_the_file(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path, "opt", dtype=torch.float16, tokenizer=False)
     write(folder, read(folder))

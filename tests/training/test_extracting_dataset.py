@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -63,6 +64,22 @@ def assert_same(samples: list[HiddenStatesSample], expected: list[HiddenStatesSa
         assert torch.equal(sample.token_ids, other.token_ids)
         assert torch.equal(sample.positions, other.positions)
         assert sample.layer_ids == other.layer_ids
+
+
+class Shuffled:
+    """A column of a table of pandas that was shuffled: its labels are no longer the places."""
+
+    def __init__(self, values: Any) -> None:
+        self._values = list(values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._values)
+
+    def __getitem__(self, label: int) -> Any:
+        return self._values[-1 - label]
 
 
 def test_epochs_have_all_samples_in_other_orders(
@@ -182,8 +199,11 @@ def test_ranks_of_torch_are_noticed(
     assert len(ExtractingDataset(arguments, PROMPTS, world_size=1)) == len(PROMPTS)
 
 
-def test_all_options_reach_the_engine(arguments: AsyncEngineArgs, checkpoint: Checkpoint) -> None:
+def test_all_options_reach_the_engine(
+    arguments: AsyncEngineArgs, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Requests with options of their own, columns, and a transform."""
+    monkeypatch.setitem(sys.modules, "pandas", SimpleNamespace(Series=Shuffled))
     options: dict[str, Any] = {
         "layers": 1,
         "positions": "every:2",
@@ -194,13 +214,13 @@ def test_all_options_reach_the_engine(arguments: AsyncEngineArgs, checkpoint: Ch
     requests = [*PROMPTS[:2], ExtractRequest(PROMPTS[2], layers=[0], mask=[1, 0] * 8 + [1])]
     with engine(checkpoint("qwen3_5")) as llm:
         expected = list(llm.extract(requests, **options))
-    columns = {"label": ["a", "b", "c"]}
+    columns = {"label": Shuffled("abc")}
 
     def transform(sample: HiddenStatesSample) -> tuple[HiddenStatesSample, int]:
         return sample, len(sample.token_ids)
 
     with ExtractingDataset(
-        arguments, requests, columns=columns, transform=transform, **options
+        arguments, Shuffled(requests), columns=columns, transform=transform, **options
     ) as dataset:
         samples = list(dataset)
     for (sample, length), other in zip(samples, expected, strict=True):

@@ -15,11 +15,11 @@ from vllm.hidden_states import metadata as records
 from vllm.hidden_states.dataset import HiddenStatesDataset, SampleFile
 from vllm.hidden_states.layer_ids import convention_of
 from vllm.hidden_states.manifest import DatasetTotals, merge_units, read_skipped, start_dataset
-from vllm.hidden_states.mapped_file import MappedFile
+from vllm.hidden_states.mapped_file import MappedFile, header_checksum
 from vllm.hidden_states.metadata import MASK, DatasetSettings, UnitRecord
 from vllm.hidden_states.names import Pooling
 from vllm.hidden_states.sample import HiddenStatesError, HiddenStatesSample
-from vllm.hidden_states.tensor_file import checksum, dtype_name
+from vllm.hidden_states.tensor_file import checksum, dtype_name, file_checksum
 from vllm.hidden_states.units import (
     UnitWriter,
     cut_at,
@@ -79,12 +79,8 @@ def convert_dataset(
     note = writer.check(dataclasses.replace(source_settings, format=fmt, dtype=dtype))
     if note is not None:
         logger.warning("%s: %s", destination, note)
-    for sample in stored if fmt == "speculators" and stored.settings is None else ():
-        if sample.record is None:
-            raise ValueError(
-                f"{source}: the record number of {sample.request_id!r} is not stored, so the file "
-                "that speculators looks for cannot be named"
-            )
+    if fmt == "speculators":
+        _check_records(stored)
     if stored.settings is None:
         _check_nothing_is_lost(stored, source_settings, writer)
         if not is_chosen:
@@ -123,6 +119,22 @@ def convert_dataset(
             _write_unit(dataset, samples, destination, unit, settings)
         dataset.unmap()
     return merge_units(destination, skipped)
+
+
+def _check_records(dataset: HiddenStatesDataset) -> None:
+    """Raise ValueError unless each sample has the number of a record of its own."""
+    seen: dict[int, int] = {}
+    for number in range(len(dataset)):
+        sample = dataset.stored(number)
+        problem = None
+        if sample.record is None:
+            problem = f"the record number of {sample.request_id!r} is not stored"
+        elif (other := seen.setdefault(sample.record, number)) != number:
+            problem = f"samples {other} and {number} are both of record {sample.record}"
+        if problem is not None:
+            raise ValueError(
+                f"{dataset.path}: {problem}, so the file that speculators looks for cannot be named"
+            )
 
 
 def _check_is_ours(destination: str) -> None:
@@ -165,8 +177,10 @@ def _write_unit(
                 every = torch.ones(len(sample.positions), dtype=torch.bool)
                 sample = sample.with_tensors(**{LOSS_MASK: every})
             record = sample.index if sample.record is None else sample.record
+            # Files that were put together may state the numbers of several datasets.
+            index = number if dataset.settings is None else sample.index
             try:
-                writer.append(sample, sample.index, record, sample.request_id if named else None)
+                writer.append(sample, index, record, sample.request_id if named else None)
             except HiddenStatesError as error:
                 what = f"sample {number} {sample.request_id}".rstrip()
                 raise ValueError(f"{dataset.path}: {what}: {error.reason}") from error
@@ -286,9 +300,10 @@ def _check_dtypes(folder: HiddenStatesDataset, dtype: str) -> None:
 
 
 def _digest(dataset: HiddenStatesDataset) -> str:
-    """Return the digest of everything in the source: its manifest, or the headers of its files."""
+    """Return the digest of everything in the source: its manifest, or the headers of its files, or
+    all bytes of files whose headers have no checksums."""
     if dataset.manifest is not None:
         with open_regular(os.path.join(dataset.path, records.MANIFEST_FILE)) as file:
             return checksum(file.read())
-    headers = "".join(MappedFile(path).header_checksum for path in dataset.file_paths)
-    return checksum(headers.encode())
+    paths = dataset.file_paths
+    return checksum("".join(header_checksum(one) or file_checksum(one) for one in paths).encode())

@@ -76,7 +76,8 @@ def parse_positions(text: str) -> PositionSelection:
 def as_mask(mask: object, num_tokens: int) -> npt.NDArray[np.bool_]:
     """Return bool [tokens] for a flat list, array or tensor of booleans or integers (0 is false).
 
-    Raises ValueError if it is something else, or does not have one value for each token.
+    Raises ValueError if it is something else, has a negative number, or does not have one value for
+    each token.
     """
     values = flat_array(mask, "biu")
     if values is None:
@@ -88,6 +89,10 @@ def as_mask(mask: object, num_tokens: int) -> npt.NDArray[np.bool_]:
         raise ValueError(
             f"mask: has to have a value for each of {num_tokens} tokens; it has {len(values)} "
             "values"
+        )
+    if len(values) and values.min() < 0:  # such as labels, which have -100 where a mask has 0
+        raise ValueError(
+            f"mask: it holds {values.min()}, and 0 is for a token that does not count, 1 for others"
         )
     return values.astype(np.bool_)
 

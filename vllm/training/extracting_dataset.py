@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import sys
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, closing, suppress
 from typing import TYPE_CHECKING, Any, Literal
@@ -357,7 +358,7 @@ def _checked_prompts(prompts: Sequence[Any]) -> Sequence[Any]:
     if not isinstance(prompts, str | bytes | Mapping):
         with suppress(TypeError):
             len(prompts)
-            return prompts
+            return _by_place(prompts)
     raise ValueError(f"prompts={brief(prompts)}: has to be a list of prompts")
 
 
@@ -367,7 +368,14 @@ def _checked_columns(columns: Mapping[str, Sequence[Any]], count: int) -> dict[s
     for name, values in columns.items():
         if len(values) != count:
             raise ValueError(f"columns[{name!r}]: {len(values)} values for {count} prompts")
-    return dict(columns)
+    return {name: _by_place(values) for name, values in columns.items()}
+
+
+def _by_place(values: Sequence[Any]) -> Sequence[Any]:
+    """Return what gives the values by their places. A column of pandas gives them by its labels,
+    which are others once it was shuffled or filtered."""
+    pandas: Any = sys.modules.get("pandas")
+    return list(values) if pandas and isinstance(values, pandas.Series) else values
 
 
 def _checked_rank(rank: int | None, world_size: int | None) -> tuple[int, int]:

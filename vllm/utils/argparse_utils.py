@@ -72,6 +72,8 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
         for token in itertools.takewhile("--".__ne__, tokens):
             flag, equals, value = token.partition("=")
             option = self.option(flag)
+            if option is not None and value == "--":  # argparse would leave it out
+                self.error(f"argument {flag}: -- cannot be a value on the command line")
             if option is None:
                 values.append(token)
             else:

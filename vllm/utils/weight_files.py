@@ -24,7 +24,7 @@ NOT_WEIGHTS = ("adapter_", "training_args", "optimizer", "scheduler", "scaler", 
 """Beginnings of the names of ``.bin`` files that lie beside a model's weights."""
 
 INDEX_FILES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
-SINGLE_FILE = "model.safetensors"
+SINGLE_FILES = ("model.safetensors", "pytorch_model.bin")
 _OTHER_FILES = ("consolidated", "adapter_")
 """Beginnings of the names of files that repeat the weights under other names, or change them."""
 _UNREAD = (".bin", ".gguf", ".pt", ".pth", ".safetensors")
@@ -73,26 +73,30 @@ def _only_torch_files_are_named(folder: Path) -> bool:
 
 
 def _safetensors_files(folder: Path) -> list[Path]:
-    """The single file, or the files of the index, or all that there are.
-
-    An index that does not name the single file is from an earlier time, as for transformers.
-    """
-    index, single = folder / INDEX_FILES[0], folder / SINGLE_FILE
-    has_index, has_single = index.is_file(), single.is_file()
-    if has_index and has_single and SINGLE_FILE not in _names_in_index(index):
-        logger.warning("%s is not used: it does not name %s, which is there", index, SINGLE_FILE)
-        has_index = False
-    if has_index:
-        return _files_of_index(index)
-    if has_single:
-        return [single]
+    """The single file, or the files of the index, or all that there are."""
+    if named := _named_files(folder / INDEX_FILES[0], folder / SINGLE_FILES[0]):
+        return named
     found = (path for path in folder.glob("*.safetensors") if path.is_file())
     return sorted(path for path in found if not path.name.startswith(_OTHER_FILES))
 
 
 def _indexed_torch_files(folder: Path) -> list[Path]:
-    index = folder / INDEX_FILES[1]
-    return _files_of_index(index) if index.is_file() else torch_files(folder)
+    named = _named_files(folder / INDEX_FILES[1], folder / SINGLE_FILES[1])
+    return named or torch_files(folder)
+
+
+def _named_files(index: Path, single: Path) -> list[Path]:
+    """The files of the index, or the single file, or none.
+
+    An index that does not name the single file is from an earlier time, as for transformers.
+    """
+    has_index, has_single = index.is_file(), single.is_file()
+    if has_index and has_single and single.name not in _names_in_index(index):
+        logger.warning("%s is not used: it does not name %s, which is there", index, single.name)
+        has_index = False
+    if has_index:
+        return _files_of_index(index)
+    return [single] if has_single else []
 
 
 def weight_map(index: Path) -> dict[str, str]:

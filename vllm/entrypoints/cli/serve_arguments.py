@@ -100,7 +100,9 @@ def parse_flags(parser: FlexibleArgumentParser, argv: Sequence[str]) -> argparse
     finder.add_argument("--config")
     path, namespace = finder.parse_known_args(argv)[0].config, argparse.Namespace()
     if path is not None:
-        namespace = parser.parse_args(_flags_from_file(path, parser))
+        flags, lists = _flags_from_file(path, parser)
+        namespace = parser.parse_args(flags)
+        vars(namespace).update(lists)
     from_file = vars(namespace).get("model")
     args = parser.parse_args(argv, namespace)
     if args.model_tag is not None:  # the command line wins over the file
@@ -126,6 +128,12 @@ class _Loader(yaml.SafeLoader):
         return self.DEFAULT_SCALAR_TAG if is_text else tag
 
 
+# PyYAML alone makes texts of 1e6 and 1.0e6.
+_EXPONENTIAL = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$")
+_FIRST = list("-+.0123456789")
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENTIAL, _FIRST)
+
+
 class _Entry(NamedTuple):
     """An entry of a file of flags. texts: its value, or the items of a list, as they are written,
     because ``1.10`` as a number is 1.1."""
@@ -135,8 +143,11 @@ class _Entry(NamedTuple):
     texts: list[str]
 
 
-def _flags_from_file(path: str, parser: FlexibleArgumentParser) -> list[str]:
-    """Return the entries of a YAML file as command-line arguments.
+def _flags_from_file(
+    path: str, parser: FlexibleArgumentParser
+) -> tuple[list[str], dict[str, list[str]]]:
+    """Return the entries of a YAML file as command-line arguments, and lists of texts by option
+    that could not be these: argparse takes a text such as "---" for a flag.
 
     Keys are flags without their dashes. A mapping becomes JSON, a list several values, true
     and false become ``--flag`` and ``--no-flag``; null leaves the default. Raises ValueError if
@@ -149,6 +160,7 @@ def _flags_from_file(path: str, parser: FlexibleArgumentParser) -> list[str]:
     except (OSError, TypeError, ValueError, yaml.YAMLError) as error:
         raise ValueError(f"config={path!r} cannot be read: {error}") from None
     arguments: list[str] = []
+    lists: dict[str, list[str]] = {}
     for entry in entries:
         flag = f"--{entry.key.replace('_', '-')}"
         option = parser.option(flag)
@@ -156,9 +168,13 @@ def _flags_from_file(path: str, parser: FlexibleArgumentParser) -> list[str]:
             raise ValueError(
                 f"config={path!r}: there is no flag {entry.key!r}{did_you_mean(flag, parser.flags)}"
             )
-        if entry.value is not None:
+        if entry.value is None:
+            continue
+        if option.nargs in ("*", "+") and any(text.startswith("-") for text in entry.texts):
+            lists[option.dest] = entry.texts
+        else:
             arguments += _arguments(flag, option, entry)
-    return arguments
+    return arguments, lists
 
 
 def _entries(text: str) -> list[_Entry]:

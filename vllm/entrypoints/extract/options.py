@@ -7,7 +7,7 @@ from dataclasses import field
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from vllm.entrypoints.extract.records import InputFormat
-from vllm.hidden_states.names import FORMATS, MOST_LOGPROBS, Pooling
+from vllm.hidden_states.names import FORMATS, MOST_LOGPROBS, NUM_GENERATED, Pooling
 from vllm.utils.checked import (
     ABOVE_0,
     FINITE,
@@ -310,6 +310,9 @@ class ExtractOptions:
                 refuse_unless(is_unset, self, name, "it needs generate")
             is_possible = self.positions != "generated"
             refuse_unless(is_possible, self, "positions", "nothing is generated: use generate")
+            is_free = NUM_GENERATED not in self.keep_columns
+            advice = f"{NUM_GENERATED} tells how many tokens of a sample generate made: rename it"
+            refuse_unless(is_free, self, "keep_columns", advice)
             return
         sampling_of(self.sampling)  # raises ValueError
         is_marked = "the mask marks the generated tokens; use positions='generated'"

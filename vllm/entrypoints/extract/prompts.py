@@ -36,6 +36,9 @@ _MASK = ("loss_mask",)
 _TOOLS, _VARIABLES = "tools", "chat_template_kwargs"
 _BESIDE = {"prompt": "completion", "messages": "system", "conversations": "system"}
 """Columns, and what some data sets have beside them that is not read, but may be a part of it."""
+_PADDING = "attention_mask"
+_OTHER_MASKS = ("labels", "completion_mask", "assistant_masks")
+"""Columns beside token ids that other programs read for a loss mask."""
 _SHAREGPT_ROLES = {
     "human": "user",
     "gpt": "assistant",
@@ -106,6 +109,7 @@ class PromptMaker:
         options = self.options
         named = (*self._named, options.mask_column, options.id_column, *options.keep_columns)
         usual = (*_MESSAGES, *_TEXT, *_TOKEN_IDS, *_MASK, _TOOLS, _VARIABLES, *_BESIDE.values())
+        usual += (_PADDING, *_OTHER_MASKS)
         return (*(name for name in named if name is not None), *usual)
 
     def pack_tokens(self) -> PackTokens:
@@ -183,6 +187,7 @@ class PromptMaker:
         mask = _column(values, options.mask_column, _MASK)
         token_ids, messages, text = self._sources(values)
         if token_ids is not None:
+            self._warn_of_unread_masks(values, mask)
             return self._check_token_ids(token_ids, mask)
         if messages is None and text is None:
             named = [name for name in self._named if name]
@@ -204,6 +209,22 @@ class PromptMaker:
                     "Records have a column %r beside %r, which is not part of the prompt: put it "
                     "into the text or the messages if it has to be",
                     *(beside, name),
+                )
+
+    def _warn_of_unread_masks(self, values: Values, mask: object) -> None:
+        padding = flat_array(values.get(_PADDING), "biu")
+        if padding is not None and not padding.all():
+            logger.warning_once(
+                "Records have token ids where their %s is 0, which are computed as all others: "
+                "take padding away",
+                _PADDING,
+            )
+        for name in _OTHER_MASKS:
+            if mask is None and self._checks_masks and values.get(name) is not None:
+                logger.warning_once(
+                    "Records have a column %r beside their token ids, which is not read: "
+                    "--mask-column names one with 0 for tokens that do not count",
+                    name,
                 )
 
     def _values_of(self, record: Record) -> Values:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -12,8 +13,11 @@ from typing import Any, Literal, NamedTuple, TextIO, TypeAlias
 import xxhash
 
 from vllm.hidden_states.names import CHECKSUM_KIND
+from vllm.logger import init_logger
 from vllm.utils.regular_files import is_regular
 from vllm.utils.text import brief, parse_json
+
+logger = init_logger(__name__)
 
 InputFormat = Literal["auto", "jsonl", "json", "parquet", "arrow", "text", "lines"]
 Values: TypeAlias = Mapping[str, object]
@@ -30,6 +34,7 @@ _FORMATS: dict[str, InputFormat] = {
     ".md": "text",
     ".rst": "text",
 }
+_PACKED = (".gz", ".zst", ".bz2", ".xz", ".zip")
 _LINE_FORMATS = ("jsonl", "lines", "text")
 _BRACKETS_AND_STRINGS = re.compile(r'[][{}]|"(?:[^"\\]|\\.)*"', re.DOTALL)
 _ROWS_PER_BATCH = 64
@@ -96,7 +101,7 @@ def _source(path: Path, fmt: InputFormat) -> Source:
     form = _FORMATS.get(path.suffix.lower()) if fmt == "auto" else fmt
     if form is None:
         advice = "use --input-format with one of jsonl, json, parquet, arrow, text, lines"
-        if path.suffix in (".gz", ".zst", ".bz2", ".xz", ".zip"):
+        if path.suffix in _PACKED:
             advice = "unpack it, into a file or into --input -"
         name = repr(path.suffix or path.name)
         raise ValueError(f"--input {path}: the format of {name} files is not known; {advice}")
@@ -122,10 +127,11 @@ def _folder_sources(folder: Path, fmt: InputFormat, output: Path | None) -> list
         if not names:
             raise ValueError(f"--input {folder}: its state.json names no files")
         return [Source(folder / str(name), "arrow") for name in names]
-    known = (path for path in folder.rglob("*") if path.suffix.lower() in _FORMATS)
-    # Editors and notebooks keep copies in hidden files and folders.
-    seen = (path for path in known if not _is_hidden(path.relative_to(folder)))
-    paths = sorted(path for path in seen if not path.is_dir())
+    found = sorted(_files_below(folder))
+    paths = [path for path in found if path.suffix.lower() in _FORMATS]
+    for path in found:
+        if path.suffix in _PACKED and Path(path.stem).suffix.lower() in _FORMATS:
+            logger.warning("%s is not read: unpack it", path)
     if output is not None:
         paths = [path for path in paths if output.resolve() not in path.resolve().parents]
     if not paths:
@@ -133,8 +139,22 @@ def _folder_sources(folder: Path, fmt: InputFormat, output: Path | None) -> list
     return [_source(path, fmt) for path in paths]
 
 
-def _is_hidden(path: Path) -> bool:
-    return any(part.startswith(".") for part in path.parts)
+def _files_below(folder: Path) -> Iterator[Path]:
+    """Yield the files in a folder and all below it, also behind links; each folder once.
+
+    Editors and notebooks keep copies in hidden files and folders, which are left out. ValueError: a
+    folder cannot be read.
+    """
+
+    def refuse(error: OSError) -> None:
+        raise ValueError(f"--input {error.filename} cannot be read: {error.strerror}") from error
+
+    seen = set()
+    for parent, folders, names in os.walk(folder, onerror=refuse, followlinks=True):
+        is_new = (real := os.path.realpath(parent)) not in seen
+        seen.add(real)
+        folders[:] = sorted(name for name in folders if is_new and not name.startswith("."))
+        yield from (Path(parent, name) for name in names if is_new and not name.startswith("."))
 
 
 def _saved_list(path: Path, name: str, kind: type) -> list[Any]:
