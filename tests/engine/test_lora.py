@@ -88,6 +88,7 @@ def check_rows(
     assert best == text[length:]
     (without,) = llm.generate(prompt, greedy(6))
     assert outputs[1].outputs[0].token_ids == without.outputs[0].token_ids
+    assert [one.lora_request for one in (*outputs, without)] == [chosen[1], None, None]
 
 
 @pytest.mark.parametrize("name", ["gptq-order", "fp8-block", "awq"])
