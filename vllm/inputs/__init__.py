@@ -81,6 +81,13 @@ class ArrayNumber(Protocol):
     def item(self) -> Any: ...
 
 
+def plain_numbers(value: Any) -> Any:
+    """Return a number or a list of numpy or torch as Python's; any other value as it is."""
+    if isinstance(value, list | tuple):
+        return [one.tolist() if isinstance(one, _Array) else one for one in value]
+    return value.tolist() if isinstance(value, _Array) else value
+
+
 def is_token_sequence(value: object) -> bool:
     """Return whether ``value`` is meant as the token ids of one prompt."""
     if isinstance(value, _Array):
