@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     import torch
 
     from vllm.exceptions import Failure
+    from vllm.lora.request import LoRARequest
     from vllm.v1.outputs import ExtractedRows
 
 
@@ -78,7 +79,8 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     metrics: RequestMetrics | None = None
-    lora_request: None = None
+    lora_request: LoRARequest | None = None
+    """The adapter that the request chose."""
     encoder_prompt: str | None = None
     encoder_prompt_token_ids: list[int] | None = None
     num_cached_tokens: int | None = None

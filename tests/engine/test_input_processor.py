@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from array import array
+from collections import UserList
 from typing import Any
 
 import numpy as np
@@ -39,6 +41,12 @@ def processor(tokenizer: Any) -> InputProcessor:
         (list(np.array([1, 2])), 1),
         (list(torch.tensor([1, 2])), 1),
         ([[np.int64(1), 2], [3]], 2),
+        (np.array(["a", "b"]), 2),
+        (list(np.array(["a", "b"])), 2),
+        (np.array(["a", "b"], dtype=object), 2),
+        (np.array([[1, 2], [3]], dtype=object), 2),
+        (array("i", [1, 2]), 1),
+        (UserList(["a", "b"]), 2),
         ([], 0),
     ],
 )

@@ -88,6 +88,7 @@ def check_rows(
     assert best == text[length:]
     (without,) = llm.generate(prompt, greedy(6))
     assert outputs[1].outputs[0].token_ids == without.outputs[0].token_ids
+    assert [one.lora_request for one in (*outputs, without)] == [chosen[1], None, None]
 
 
 @pytest.mark.parametrize("name", ["gptq-order", "fp8-block", "awq"])
@@ -481,6 +482,9 @@ def test_vectors_chats_and_settings(checkpoint: Checkpoint, tmp_path: Path) -> N
             [{"prompt_token_ids": sample.token_ids.tolist()}], layers=[4], lora_request=one
         )
         assert torch.equal(whole.hidden_states, sample.hidden_states)
+        own, plain = (llm.embed([ExtractRequest(prompt, lora_request=a)]) for a in (one, None))
+        of_call = llm.embed([prompt], lora_request=one)
+        assert of_call[0].outputs == own[0].outputs != plain[0].outputs
         messages = [{"role": "user", "content": "A question?"}]
         template = "{{ messages[0].content }}"
         texts = [

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -27,6 +28,16 @@ WIDTH = 72
 def vectors(layers: Sequence[int], width: int = WIDTH, **options: Any) -> SteeringVector:
     drawn = torch.randn(len(layers), width, generator=torch.Generator().manual_seed(sum(layers)))
     return SteeringVector(drawn, list(layers), **options)
+
+
+def test_numbers_of_numpy_and_torch() -> None:
+    drawn = torch.randn(2, 3, 4)
+    expected = SteeringVector(drawn, [3, 1], 0.5, [7, 2, 5]).specs()
+    for make in (np.array, torch.tensor, lambda values: list(np.array(values))):
+        layers, scale, positions = make([3, 1]), np.float32(0.5), make([7, 2, 5])
+        assert SteeringVector(drawn, layers, scale, positions).specs() == expected
+    (one,) = SteeringVector(drawn[0, 0], np.int64(3), torch.tensor(0.5)).specs()
+    assert [one] == SteeringVector(drawn[0, 0], 3, 0.5).specs()
 
 
 @pytest.mark.parametrize("family", SLICE)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -97,7 +98,8 @@ def test_bits_do_not_depend_on_the_batch(impl: str, dtype: str, checkpoint: Chec
 def test_beside_norms_in_fp8_and_other_requests(checkpoint: Checkpoint) -> None:
     folder = checkpoint("llama")
     with engine(folder) as llm:
-        (own,) = llm.extract(PROMPTS[2:3], layers=2, top_logprobs=3, positions="last")
+        numbers: Any = {"top_logprobs": np.int64(3), "logprob_temperature": np.float32(1)}
+        (own,) = llm.extract(PROMPTS[2:3], layers=2, positions="last", **numbers)
         plain = list(llm.extract(PROMPTS, layers=[2, "norm"], dtype="fp8", ordered=True))
         requests = [
             ExtractRequest(prompt, top_logprobs=count) for prompt in PROMPTS for count in (0, 3, 12)

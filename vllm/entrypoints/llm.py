@@ -335,7 +335,8 @@ class LLM(WorkerCalls):
             pooling, normalize, dimensions: see :meth:`embed`.
             use_activation: False: raw scores; see :meth:`classify`.
             use_tqdm: as for :meth:`generate`.
-            options: ``truncate_prompt_tokens``, ``truncation_side`` and ``add_special_tokens``.
+            options: ``truncate_prompt_tokens``, ``truncation_side``, ``add_special_tokens`` and
+                ``lora_request``.
 
         Raises:
             ValueError: the checkpoint cannot serve the task, or a prompt is wrong.

@@ -11,6 +11,7 @@ from typing import (
     Protocol,
     TypeAlias,
     TypedDict,
+    cast,
     runtime_checkable,
 )
 
@@ -80,11 +81,24 @@ class ArrayNumber(Protocol):
     def item(self) -> Any: ...
 
 
+def plain_numbers(value: Any) -> Any:
+    """Return a number or a list of numpy or torch as Python's; any other value as it is."""
+    if isinstance(value, list | tuple):
+        return [one.tolist() if isinstance(one, _Array) else one for one in value]
+    return value.tolist() if isinstance(value, _Array) else value
+
+
 def is_token_sequence(value: object) -> bool:
     """Return whether ``value`` is meant as the token ids of one prompt."""
     if isinstance(value, _Array):
-        return True
+        return not _is_column(value)
     return isinstance(value, list | tuple) and bool(value) and not _is_prompt(value[0])
+
+
+def _is_column(value: object) -> bool:
+    """Return whether an array, such as a column of a table, has a prompt in each place."""
+    has_places = isinstance(value, ArrayNumber) and value.ndim == 1
+    return has_places and _is_prompt(next(iter(cast("Any", value)), None))
 
 
 def is_conversation(value: object) -> bool:
@@ -96,16 +110,19 @@ def is_conversation(value: object) -> bool:
 
 
 def _is_prompt(value: object) -> bool:
+    if isinstance(value, str):  # numpy's has the attributes of its numbers
+        return True
     is_token = isinstance(value, ArrayNumber) and value.ndim == 0
-    return isinstance(value, str | Mapping | list | tuple | _Array) and not is_token
+    return isinstance(value, Mapping | list | tuple | _Array) and not is_token
 
 
 def as_prompt_list(prompts: PromptType | Sequence[PromptType]) -> list[PromptType]:
     """Return one prompt or several as a list; a list of integers is one prompt."""
     if isinstance(prompts, str | Mapping) or is_token_sequence(prompts):
         return [prompts]  # type: ignore[list-item]
-    if isinstance(prompts, list | tuple):
-        return list(prompts)
+    several: Any = prompts
+    if isinstance(several, Sequence | _Array) and not isinstance(several, bytes | bytearray):
+        return list(cast("Any", several))
     raise ValueError(
         f"prompts of type {type(prompts).__name__}: has to be a string, a list of token ids, "
         'a dict with "prompt" or "prompt_token_ids", or a list of these'

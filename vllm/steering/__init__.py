@@ -7,11 +7,12 @@ import math
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
+from typing import TYPE_CHECKING, Literal, NoReturn, cast
 
 import msgspec
 
 from vllm.exceptions import VLLMValidationError
+from vllm.inputs import plain_numbers
 from vllm.utils.text import brief, check_truth_values
 
 if TYPE_CHECKING:
@@ -89,7 +90,7 @@ class SteeringVector:
 
         found, place = read_steering_file(path), f" in {brief(os.fspath(path))}"
         if isinstance(found, dict):
-            named = list(found)
+            named, layers = list(found), plain_numbers(layers)
             chosen = named if layers is None else [layers] if isinstance(layers, int) else layers
             is_list = isinstance(chosen, list | tuple | range) and bool(chosen)
             if not is_list or any(layer not in named for layer in chosen):
@@ -107,7 +108,8 @@ class SteeringVector:
         """Return one spec per layer."""
         import torch
 
-        layers: Any = [self.layers] if isinstance(self.layers, int) else self.layers
+        layers, positions = plain_numbers(self.layers), plain_numbers(self.positions)
+        layers = [layers] if isinstance(layers, int) else layers
         are_ids = isinstance(layers, list | tuple | range) and all(
             isinstance(one, int) and not isinstance(one, bool) and 0 <= one < 2**31
             for one in layers
@@ -129,7 +131,7 @@ class SteeringVector:
         shape = tuple(self.vectors.shape)
         if len(rows) != len(layers) or not all(shape):
             _fail("vectors", shape, f"a row for each of the {len(layers)} layers")
-        scale: object = self.scale
+        scale: object = plain_numbers(self.scale)
         if not isinstance(scale, int | float) or not abs(scale) <= _LARGEST:
             _fail("scale", scale, "a finite number")
         rows = rows / rows.norm(dim=-1, keepdim=True) if self.norm_match else rows
@@ -137,12 +139,12 @@ class SteeringVector:
         if not rows.isfinite().all():
             expected = "finite, also times the scale, and not zero with norm_match"
             _fail("vectors", "...", expected)
-        where, is_by_position = _checked_positions(self.positions), rows.dim() == 3
+        where, is_by_position = _checked_positions(positions), rows.dim() == 3
         if is_by_position:
-            if not isinstance(where, list) or not len(where) == len(self.positions) == shape[1]:
+            if not isinstance(where, list) or not len(where) == len(positions) == shape[1]:
                 expected = f"{shape[1]} different positions for vectors of shape {shape}"
                 _fail("positions", self.positions, expected)
-            rows = rows[:, torch.tensor(self.positions).argsort()]
+            rows = rows[:, torch.tensor(positions).argsort()]
         return [
             SteeringSpec(layer, row.numpy().tobytes(), where, bool(self.norm_match), is_by_position)
             for layer, row in zip(layers, rows.contiguous(), strict=True)

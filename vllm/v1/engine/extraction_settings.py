@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any, Literal, NamedTuple, cast
 
 import torch
@@ -100,12 +100,12 @@ def storage_dtype(value: object) -> str | None:
 
 def check_logprobs(count: object, temperature: object) -> None:
     """Raise ValueError for a number of log-probabilities, or a temperature, that cannot be."""
-    most, is_count = MOST_LOGPROBS, isinstance(count, int) and not isinstance(count, bool)
+    most, is_count = MOST_LOGPROBS, isinstance(count, Integral) and not isinstance(count, bool)
     if not is_count or not ALL_LOGPROBS <= cast("int", count) <= most:
         raise ValueError(
             f"top_logprobs={count!r}: has to be a whole number from 0 to {most}, or {ALL_LOGPROBS} "
             "for the whole vocabulary"
         )
-    is_number = isinstance(temperature, int | float) and not isinstance(temperature, bool)
+    is_number = isinstance(temperature, Real) and not isinstance(temperature, bool)
     if not is_number or not 1e-4 <= cast("float", temperature) <= 1e4:
         raise ValueError(f"logprob_temperature={temperature!r}: has to be in [0.0001, 10000]")

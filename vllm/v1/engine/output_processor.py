@@ -253,6 +253,7 @@ class OutputProcessor:
             outputs=outputs,
             finished=user_request.num_unfinished == 0,
             metrics=user_request.metrics,
+            lora_request=user_request.request.lora_request,
             num_cached_tokens=user_request.num_cached_tokens,
             kv_transfer_params=user_request.kv_transfer_params,
             activations=activations,

@@ -19,6 +19,7 @@ from vllm.config.model_facts import config_value
 from vllm.exceptions import VLLMValidationError
 from vllm.hidden_states.names import Pooling
 from vllm.hidden_states.sample import FailedSample, HiddenStatesSample
+from vllm.lora.request import LoRARequest
 from vllm.outputs import PoolingOutput, PoolingRequestOutput
 from vllm.transformers_utils.pooling_config import StatedPooling, VectorPooling, read_pooling
 from vllm.utils.boundaries import NORM
@@ -49,6 +50,8 @@ class PromptOptions(TypedDict, total=False):
     """The side that is cut off; the tokenizer's special tokens around a text stay."""
     add_special_tokens: bool
     """Give texts the tokenizer's special tokens."""
+    lora_request: LoRARequest | None
+    """Adapter of the model for all prompts without their own."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,7 @@ class PoolingOptions:
     truncation_side: TruncationSide | None = None
     """None: the right one, unless the checkpoint's files of sentence-transformers name the left."""
     add_special_tokens: bool = True
+    lora_request: LoRARequest | None = None
     most_tokens: int | None = None
     """Refuse prompts with more tokens; None: only the context limits them."""
     most_tokens_advice: str = ""
@@ -265,6 +269,7 @@ def _settings(
         max_in_flight=None,
         pooling=pooling,
         add_special_tokens=options.add_special_tokens,
+        lora_request=options.lora_request,
         truncate_prompt_tokens=options.truncate_prompt_tokens,
         truncation_side=options.truncation_side or "right",
         choose_positions=None if head is None else head.positions,
